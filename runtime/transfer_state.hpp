@@ -1,0 +1,118 @@
+// The state behind a Transfer. Internal: callers hold a Transfer, pollers hold this.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <kvferry/runtime/ref_counted.hpp>
+#include <kvferry/runtime/region.hpp>
+#include <kvferry/runtime/slice.hpp>
+#include <kvferry/runtime/status.hpp>
+#include <kvferry/runtime/transfer.hpp>
+
+namespace kvferry {
+
+/// Whoever carries a transfer out. Outlives the transfers it was given (they share ownership).
+class TransferOwner {
+ public:
+  virtual ~TransferOwner() = default;
+  /// Asks for an early end. Any thread; must not block.
+  virtual void cancel(TransferState& transfer) = 0;
+  /// Runs `task` where user code may block. Any thread.
+  virtual void offload(std::function<void()> task) = 0;
+};
+
+/// One transfer: what to do, how far it is, how it ended. Allocated as one block together with its
+/// slices. Fields without a comment on threads are written before the state is handed to its owner.
+class TransferState {
+ public:
+  /// What a transfer is to do; `slices` are copied (merged) into the block.
+  struct Request {
+    Op op = Op::read;
+    Priority priority = Priority::normal;
+    TimePoint deadline{};
+    std::shared_ptr<const RegionRecord> local;
+    std::shared_ptr<const RemoteRegion> remote;
+    std::span<const Slice> slices;
+    std::uint32_t immediate = 0;
+    std::span<const std::byte> message;  ///< send: copied into the block
+    std::shared_ptr<TransferOwner> owner;
+  };
+
+  static RefPtr<TransferState> create(Request request);
+
+  void ref() noexcept { refs_.fetch_add(1, std::memory_order_relaxed); }
+  void unref() noexcept;
+
+  // ---- what to do
+  Op op() const noexcept { return op_; }
+  Priority priority() const noexcept { return priority_; }
+  TimePoint deadline() const noexcept { return deadline_; }
+  std::uint32_t immediate() const noexcept { return immediate_; }
+  const RegionRecord* local() const noexcept { return local_.get(); }
+  const std::shared_ptr<const RemoteRegion>& remote() const noexcept { return remote_; }
+  /// Slow path: the remote region is known only after the peer was asked.
+  void set_remote(std::shared_ptr<const RemoteRegion> remote) { remote_ = std::move(remote); }
+  std::span<const Slice> slices() const noexcept { return {slices_, slice_count_}; }
+  std::uint64_t bytes() const noexcept { return bytes_.load(std::memory_order_relaxed); }
+  void set_bytes(std::uint64_t bytes) noexcept { bytes_.store(bytes, std::memory_order_relaxed); }
+  std::span<const std::byte> message() const noexcept;
+
+  // ---- the end
+  bool done() const noexcept { return word_.load(std::memory_order_acquire) == done_word; }
+  /// Only once done().
+  const Status& status() const noexcept { return status_; }
+  /// Ends the transfer, wakes its waiters and runs or offloads its callbacks. Exactly once, by the
+  /// thread that carries the transfer out.
+  void complete(Status status);
+  /// Spins for up to `spin`, then sleeps until done or `until`. True when done.
+  bool wait_until(TimePoint until, Duration spin) const;
+  void on_complete(std::function<void(const Status&)> callback, Dispatch where);
+  void cancel();
+
+  /// Link for the submission queue: belongs to whoever holds the transfer in a queue.
+  TransferState* next = nullptr;
+  /// Scratch of the owner, from hand-over to complete(): the poller's own bookkeeping.
+  void* owner_data = nullptr;
+  std::uint64_t sequence = 0;   ///< write_imm and send: number in the peer's notification order
+  std::uint32_t peer_slot = 0;  ///< the engine's number of the peer
+  TimePoint submitted_at{};
+
+ private:
+  struct Callback {
+    std::function<void(const Status&)> function;
+    Dispatch where;
+  };
+  static constexpr std::uint32_t running_word = 0;
+  static constexpr std::uint32_t waited_word = 1;  ///< running, and somebody sleeps on the word
+  static constexpr std::uint32_t done_word = 2;
+
+  TransferState() = default;
+  ~TransferState() = default;
+  void run(Callback callback);
+
+  std::atomic<std::uint32_t> refs_{1};
+  mutable std::atomic<std::uint32_t> word_{running_word};
+  Op op_ = Op::read;
+  Priority priority_ = Priority::normal;
+  std::uint32_t immediate_ = 0;
+  std::uint32_t message_size_ = 0;
+  TimePoint deadline_{};
+  std::shared_ptr<const RegionRecord> local_;
+  std::shared_ptr<const RemoteRegion> remote_;
+  std::shared_ptr<TransferOwner> owner_;
+  const Slice* slices_ = nullptr;
+  std::size_t slice_count_ = 0;
+  std::atomic<std::uint64_t> bytes_{0};
+  Status status_;
+  std::mutex callbacks_mutex_;
+  std::vector<Callback> callbacks_;
+};
+
+}  // namespace kvferry
