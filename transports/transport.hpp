@@ -28,6 +28,7 @@
 #include <string>
 #include <string_view>
 
+#include <kvferry/runtime/host.hpp>
 #include <kvferry/runtime/region.hpp>
 #include <kvferry/runtime/region_table.hpp>
 #include <kvferry/runtime/slice.hpp>
@@ -58,6 +59,7 @@ struct WorkItem {
   std::uint32_t immediate = 0;           ///< write_imm
   std::uint64_t sequence = 0;            ///< write_imm, send: passed to the target unchanged
   std::span<const std::byte> message;    ///< send: at most max_message_bytes
+  std::uint64_t transfer_bytes = 0;      ///< bytes of the whole transfer the item is cut from; 0 = just the item
 };
 
 /// The outcome of one item. channel_error means: perhaps not done, may be tried again elsewhere;
@@ -158,11 +160,6 @@ struct PortContext {
   std::uint64_t incarnation = 0;   ///< of this engine
   std::string listen_host;         ///< address to bind serving sockets to
   Duration fence_limit = std::chrono::milliseconds(500);
-};
-
-/// Host facts that decide whether a transport can join two engines.
-struct HostFacts {
-  std::string host_id;  ///< equal exactly for processes under one running kernel
 };
 
 class Transport {
