@@ -48,11 +48,33 @@ struct EngineConfig {
   TcpConfig tcp;
   ShmConfig shm;
 
-  /// Overwrites fields from KVFERRY_NAME, KVFERRY_LISTEN, KVFERRY_TRANSPORTS, KVFERRY_RAILS, ...
-  /// (docs/configuration.md lists all). A value that does not parse is an error naming the variable.
+  // ---- CurveZMQ: encrypts the control connections and decides who may connect. Keys are the 40
+  // characters of Z85 that curve_keygen prints.
+  std::string curve_public_key;  ///< this engine's own pair; both or neither
+  std::string curve_secret_key;
+  /// Public keys of the peers that may connect. With an own pair and an empty list, nobody may.
+  std::vector<std::string> curve_peer_keys;
+  /// Public key that every peer this engine connects to must prove to hold; empty: it connects to
+  /// peers without CurveZMQ.
+  std::string curve_server_key;
+
+  /// Overwrites every field whose variable is set (config_fields() lists them). A value that does not
+  /// parse is an error naming the variable; the fields before it have been overwritten then.
   Status apply_environment();
   /// Refuses values out of range, naming the field, the value and the range.
   Status validate() const;
 };
+
+/// What documentation says of one field.
+struct ConfigField {
+  std::string name;      ///< as written in C++, such as "tcp.sockets"
+  std::string variable;  ///< environment variable
+  std::string range;     ///< values that are allowed, with their unit
+  std::string fallback;  ///< the default, as the variable would be set to it
+  std::string text;      ///< what it does
+};
+
+/// Every field of EngineConfig, in its order.
+std::vector<ConfigField> config_fields();
 
 }  // namespace kvferry

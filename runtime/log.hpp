@@ -13,6 +13,7 @@ void set_log_level(LogLevel level) noexcept;
 LogLevel log_level() noexcept;
 
 /// Sends lines to `sink` instead of standard error; an empty function restores that. Any thread.
+/// The sink is called by one thread at a time and not any more once this returns; it must not log.
 void set_log_sink(std::function<void(LogLevel, std::string_view)> sink);
 
 /// Writes one line when `level` is enabled. An error is logged once, where it is first understood.

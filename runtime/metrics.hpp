@@ -66,6 +66,7 @@ struct MetricCounters {
 /// A copy of the counters at one moment.
 struct Metrics {
   std::map<std::string, std::uint64_t> counters;  ///< name → value
+  std::uint64_t latency_count = 0;                ///< transfers whose latency was recorded
   double latency_mean_us = 0;
   double latency_p50_us = 0;
   double latency_p99_us = 0;

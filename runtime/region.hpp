@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include <kvferry/runtime/status.hpp>
+
 namespace kvferry {
 
 enum class MemoryKind : std::uint8_t { host = 0, cuda = 1 };
@@ -45,6 +47,11 @@ struct RegionRecord {
   /// Unmaps and closes what the engine allocated; foreign memory is left alone.
   ~RegionRecord();
 };
+
+/// Zeroed, page-aligned memory in a memfd of its own that processes of this host can map; pages are
+/// taken on first touch. The size is sealed, so no peer can shrink it under our feet. Fails with
+/// resource_exhausted (the text names the limit that was hit) or invalid_argument.
+Result<std::unique_ptr<RegionRecord>> allocate_region(std::string name, std::uint64_t bytes, Access access);
 
 /// What an initiator knows of a peer's region.
 struct RemoteRegion {

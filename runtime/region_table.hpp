@@ -3,8 +3,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include <kvferry/runtime/region.hpp>
@@ -25,7 +28,8 @@ class RegionTable {
   /// region of the same memory kind, an empty range, and more than max_regions. Any thread.
   Result<std::shared_ptr<const RegionRecord>> add(std::unique_ptr<RegionRecord> record);
 
-  /// Hides the region from find() from now on; the record stays allocated until erase(). Any thread.
+  /// Hides the region from all look-ups from now on; the record stays allocated, its name and range
+  /// stay taken, until erase(). Any thread.
   Status retire(RegionKey key);
 
   /// Forgets a retired region. Call once no thread that used find() can hold it any more.
@@ -47,8 +51,18 @@ class RegionTable {
     bool retired = false;
   };
 
+  using Place = std::pair<MemoryKind, const std::byte*>;
+
+  Status check(const RegionRecord& record) const;
+  const RegionRecord* overlapping(const RegionRecord& record) const;
+  /// The entry that `key` names, or nullptr.
+  Entry* entry_of(RegionKey key);
+
   mutable std::mutex mutex_;
   std::vector<Entry> entries_;
+  std::map<std::string, std::uint32_t, std::less<>> names_;  ///< name → slot
+  std::map<Place, std::uint32_t> places_;                    ///< kind and first byte → slot
+  std::uint32_t first_generation_;
   std::vector<std::uint32_t> free_slots_;
   std::unique_ptr<std::atomic<const RegionRecord*>[]> live_;
   std::atomic<std::uint64_t> version_{0};

@@ -56,7 +56,8 @@ class SliceCursor {
   bool at_end() const noexcept { return index_ == slices_.size(); }
 
   /// The next range of at most `max_bytes` bytes and `max_slices` slices; slices of up to
-  /// `whole_bytes` are never cut in two unless alone larger than max_bytes.
+  /// `whole_bytes` are never cut in two unless alone larger than max_bytes. Limits of 0 count as 1;
+  /// at the end the range is empty.
   SliceRange next(std::uint64_t max_bytes, std::uint32_t max_slices, std::uint64_t whole_bytes);
 
  private:
@@ -67,6 +68,7 @@ class SliceCursor {
 
 /// Copies `from` to `to` (room for from.size()), leaving out empty slices and joining neighbours
 /// that touch on both sides. Returns how many remain. `from` and `to` may be the same array.
+/// Allocates nothing; offsets and lengths may be anything, bounds are not checked here.
 std::size_t merge_slices(std::span<const Slice> from, Slice* to) noexcept;
 
 }  // namespace kvferry

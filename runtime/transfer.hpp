@@ -41,6 +41,7 @@ class TransferState;
 /// A shared handle of one transfer; copies mean the same transfer. Every transfer ends exactly
 /// once, and once done() is true no byte of local memory moves for it any more. All methods may be
 /// called from any thread. A handle may outlive its engine: destroying the engine ends the transfer.
+/// An empty handle behaves as a transfer that ended with invalid_argument.
 class Transfer {
  public:
   Transfer();
@@ -70,11 +71,12 @@ class Transfer {
   /// outcome if that comes first. Returns at once.
   void cancel() const;
 
-  /// Calls `callback` once with the outcome, at once when the transfer has ended already. Several
-  /// callbacks may be added. The callback must not throw.
+  /// Calls `callback` once with the outcome; at once, on the calling thread, when the transfer has
+  /// ended already. Several callbacks may be added. The callback must not throw.
   void on_complete(std::function<void(const Status&)> callback, Dispatch where = Dispatch::offload) const;
 
-  /// `Status status = co_await transfer;` resumes on the engine's callback thread.
+  /// `Status status = co_await transfer;` resumes on the engine's callback thread, or goes straight on
+  /// when the transfer ends meanwhile.
   auto operator co_await() const {
     struct Awaiter {
       Transfer transfer;

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -28,8 +30,13 @@ class TransferOwner {
   virtual void offload(std::function<void()> task) = 0;
 };
 
-/// One transfer: what to do, how far it is, how it ended. Allocated as one block together with its
-/// slices. Fields without a comment on threads are written before the state is handed to its owner.
+/// One transfer: what to do, how far it is, how it ended. Allocated as one block:
+///
+///     [TransferState][merged slices ...][message bytes ...][unused: room for slices that merged away]
+///
+/// The block is sized before the merge, so that one pass over the slices is enough; in a large block
+/// the pages of the unused end are never touched and so cost nothing. Fields without a comment on threads are written
+/// before the state is handed to its owner.
 class TransferState {
  public:
   /// What a transfer is to do; `slices` are copied (merged) into the block.
@@ -41,10 +48,12 @@ class TransferState {
     std::shared_ptr<const RemoteRegion> remote;
     std::span<const Slice> slices;
     std::uint32_t immediate = 0;
-    std::span<const std::byte> message;  ///< send: copied into the block
-    std::shared_ptr<TransferOwner> owner;
+    std::span<const std::byte> message;                  ///< send: copied into the block
+    std::shared_ptr<TransferOwner> owner;                ///< may be empty: then callbacks run in place
+    Duration wait_spin = std::chrono::microseconds(20);  ///< how long Transfer::wait looks before it sleeps
   };
 
+  /// Throws std::bad_alloc alone.
   static RefPtr<TransferState> create(Request request);
 
   void ref() noexcept { refs_.fetch_add(1, std::memory_order_relaxed); }
@@ -54,7 +63,9 @@ class TransferState {
   Op op() const noexcept { return op_; }
   Priority priority() const noexcept { return priority_; }
   TimePoint deadline() const noexcept { return deadline_; }
+  Duration wait_spin() const noexcept { return wait_spin_; }
   std::uint32_t immediate() const noexcept { return immediate_; }
+  /// The regions belong to whoever carries the transfer out, until complete(), which lets go of them.
   const RegionRecord* local() const noexcept { return local_.get(); }
   const std::shared_ptr<const RemoteRegion>& remote() const noexcept { return remote_; }
   /// Slow path: the remote region is known only after the peer was asked.
@@ -69,10 +80,12 @@ class TransferState {
   /// Only once done().
   const Status& status() const noexcept { return status_; }
   /// Ends the transfer, wakes its waiters and runs or offloads its callbacks. Exactly once, by the
-  /// thread that carries the transfer out.
+  /// thread that carries the transfer out. Lets go of the regions and the owner: a handle that is
+  /// kept for long keeps neither alive.
   void complete(Status status);
   /// Spins for up to `spin`, then sleeps until done or `until`. True when done.
   bool wait_until(TimePoint until, Duration spin) const;
+  /// Once the transfer has ended the callback runs at once on the calling thread, whatever `where`.
   void on_complete(std::function<void(const Status&)> callback, Dispatch where);
   void cancel();
 
@@ -95,7 +108,7 @@ class TransferState {
 
   TransferState() = default;
   ~TransferState() = default;
-  void run(Callback callback);
+  void run(Callback callback, TransferOwner* owner);
 
   std::atomic<std::uint32_t> refs_{1};
   mutable std::atomic<std::uint32_t> word_{running_word};
@@ -104,14 +117,15 @@ class TransferState {
   std::uint32_t immediate_ = 0;
   std::uint32_t message_size_ = 0;
   TimePoint deadline_{};
+  Duration wait_spin_{};
   std::shared_ptr<const RegionRecord> local_;
   std::shared_ptr<const RemoteRegion> remote_;
-  std::shared_ptr<TransferOwner> owner_;
   const Slice* slices_ = nullptr;
   std::size_t slice_count_ = 0;
   std::atomic<std::uint64_t> bytes_{0};
   Status status_;
-  std::mutex callbacks_mutex_;
+  std::mutex callbacks_mutex_;            ///< guards the two below and the step to done_word
+  std::shared_ptr<TransferOwner> owner_;  ///< empty once done
   std::vector<Callback> callbacks_;
 };
 

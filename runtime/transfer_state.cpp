@@ -1,0 +1,155 @@
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+#include <limits>
+#include <new>
+#include <utility>
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <kvferry/runtime/transfer_state.hpp>
+
+namespace kvferry {
+
+namespace {
+
+inline void pause_core() noexcept {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The limit is absolute, so an interrupted or spurious return can simply wait again.
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, TimePoint until) noexcept {
+  timespec limit{};
+  if (until != TimePoint::max()) {
+    const auto since_boot = std::max(until.time_since_epoch(), Duration::zero());
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(since_boot);
+    limit.tv_sec = static_cast<std::time_t>(seconds.count());
+    limit.tv_nsec = std::chrono::duration_cast<std::chrono::nanoseconds>(since_boot - seconds).count();
+  }
+  ::syscall(SYS_futex, &word, FUTEX_WAIT_BITSET_PRIVATE, expected, until == TimePoint::max() ? nullptr : &limit,
+            nullptr, FUTEX_BITSET_MATCH_ANY);
+}
+
+void futex_wake_all(std::atomic<std::uint32_t>& word) noexcept {
+  ::syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
+}
+
+std::uint64_t total_of(std::span<const Slice> slices) noexcept {
+  std::uint64_t bytes = 0;
+  for (const Slice& slice : slices) bytes += slice.length;
+  return bytes;
+}
+
+}  // namespace
+
+static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t), "the futex is the atomic itself");
+static_assert(sizeof(TransferState) % alignof(Slice) == 0, "the slices follow the state without a gap");
+
+RefPtr<TransferState> TransferState::create(Request request) {
+  void* block = ::operator new(sizeof(TransferState) + request.slices.size_bytes() + request.message.size());
+  auto* state = new (block) TransferState;
+  auto* slices = reinterpret_cast<Slice*>(state + 1);
+  state->op_ = request.op;
+  state->priority_ = request.priority;
+  state->immediate_ = request.immediate;
+  state->message_size_ = static_cast<std::uint32_t>(request.message.size());
+  state->deadline_ = request.deadline;
+  state->wait_spin_ = request.wait_spin;
+  state->local_ = std::move(request.local);
+  state->remote_ = std::move(request.remote);
+  state->owner_ = std::move(request.owner);
+  state->slices_ = slices;
+  state->slice_count_ = merge_slices(request.slices, slices);
+  if (!request.message.empty())
+    std::memcpy(static_cast<void*>(slices + state->slice_count_), request.message.data(), request.message.size());
+  state->set_bytes(total_of(state->slices()) + request.message.size());
+  return RefPtr<TransferState>(state, true);
+}
+
+void TransferState::unref() noexcept {
+  if (refs_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  this->~TransferState();
+  ::operator delete(static_cast<void*>(this));
+}
+
+std::span<const std::byte> TransferState::message() const noexcept {
+  return {reinterpret_cast<const std::byte*>(slices_ + slice_count_), message_size_};
+}
+
+void TransferState::complete(Status status) {
+  // A waiter may let go of the last handle as soon as it sees done_word.
+  const RefPtr<TransferState> self(this);
+  const auto local = std::move(local_);
+  const auto remote = std::move(remote_);
+  std::shared_ptr<TransferOwner> owner;
+  std::vector<Callback> callbacks;
+  status_ = std::move(status);
+  std::uint32_t before = 0;
+  {
+    const std::lock_guard lock(callbacks_mutex_);
+    owner = std::move(owner_);
+    callbacks.swap(callbacks_);
+    before = word_.exchange(done_word, std::memory_order_acq_rel);
+  }
+  if (before == waited_word) futex_wake_all(word_);
+  for (Callback& callback : callbacks) run(std::move(callback), owner.get());
+}
+
+void TransferState::run(Callback callback, TransferOwner* owner) {
+  if (owner == nullptr || callback.where == Dispatch::in_place) {
+    callback.function(status_);
+    return;
+  }
+  owner->offload(
+      [self = RefPtr<TransferState>(this), function = std::move(callback.function)] { function(self->status_); });
+}
+
+bool TransferState::wait_until(TimePoint until, Duration spin) const {
+  if (done()) return true;
+  const TimePoint start = Clock::now();
+  const TimePoint spin_end = spin < until - start ? start + spin : until;
+  while (Clock::now() < spin_end) {
+    for (int i = 0; i < 16; ++i) {
+      if (done()) return true;
+      pause_core();
+    }
+  }
+  while (Clock::now() < until) {
+    std::uint32_t seen = running_word;
+    word_.compare_exchange_strong(seen, waited_word, std::memory_order_acq_rel, std::memory_order_acquire);
+    if (seen == done_word) return true;
+    futex_wait(word_, waited_word, until);
+  }
+  return done();
+}
+
+void TransferState::on_complete(std::function<void(const Status&)> callback, Dispatch where) {
+  // The callback may let go of the last handle.
+  const RefPtr<TransferState> self(this);
+  {
+    const std::lock_guard lock(callbacks_mutex_);
+    if (!done()) {
+      callbacks_.push_back({std::move(callback), where});
+      return;
+    }
+  }
+  callback(status_);
+}
+
+void TransferState::cancel() {
+  std::shared_ptr<TransferOwner> owner;
+  {
+    const std::lock_guard lock(callbacks_mutex_);
+    owner = owner_;
+  }
+  if (owner) owner->cancel(*this);
+}
+
+}  // namespace kvferry
