@@ -1,0 +1,41 @@
+# Shared by the scripts of this folder: source it, do not run it.
+# shellcheck shell=bash
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# The number of cores, and at most one compiler for each 1.5 GiB of memory.
+jobs=$(awk -v cores="$(nproc)" '/MemAvailable/ { n = int($2 / 1572864); if (n < 1) n = 1; print (n < cores ? n : cores) }' /proc/meminfo)
+
+say() { printf '\n== %s\n' "$*"; }
+die() {
+  printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+  exit 1
+}
+
+as_root() {
+  if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo "$@"; fi
+}
+
+# need_packages GROUP...: installs what scripts/packages.txt lists for the groups and this machine lacks.
+need_packages() {
+  local group missing=()
+  for group in "$@"; do
+    local package
+    while read -r package; do
+      dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || missing+=("$package")
+    done < <(awk -v group="$group" '$1 == group { print $2 }' "$root/scripts/packages.txt")
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
+  command -v apt-get >/dev/null || die "these Debian packages are missing and there is no apt-get to install them: ${missing[*]}"
+  [ "$(id -u)" -eq 0 ] || command -v sudo >/dev/null || die "run as root, or install sudo or these packages first: ${missing[*]}"
+  say "installing: ${missing[*]}"
+  local log
+  log=$(mktemp)
+  if ! { as_root apt-get update -qq &&
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } \
+    >"$log" 2>&1 </dev/null; then
+    tail -n 20 "$log" >&2
+    rm -f "$log"
+    die "apt-get could not install: ${missing[*]}"
+  fi
+  rm -f "$log"
+}
