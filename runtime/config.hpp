@@ -24,15 +24,17 @@ struct ShmConfig {
   std::uint64_t streaming_bytes = 4 << 20;
 };
 
+/// Fields have initializers even where they start empty, so that a designated initializer may leave
+/// them out without a warning.
 struct EngineConfig {
-  std::string name;  ///< 1-255 printable characters; empty: made from host and pid
+  std::string name = {};  ///< 1-255 printable characters; empty: made from host and pid
   /// Control address: tcp://HOST:PORT, port 0 takes a free one. The data port is chosen beside it.
   std::string listen = "tcp://127.0.0.1:0";
   /// Address that peers are told to connect their data sockets to; empty: the host of `listen`, or
   /// for a wildcard the address on which the peer reached this engine.
-  std::string advertise;
+  std::string advertise = {};
   /// Transports to use, best first; empty means every one that is possible: "shm", "tcp".
-  std::vector<std::string> transports;
+  std::vector<std::string> transports = {};
   int rails = 1;    ///< rails per peer and transport, 1-16
   int pollers = 1;  ///< poller threads (rail groups), 1-16
 
@@ -45,18 +47,18 @@ struct EngineConfig {
   std::chrono::microseconds wait_spin{20};       ///< how long Transfer::wait looks before it sleeps
   std::uint64_t split_bytes = 64ull << 20;       ///< transfers of at least this size use several pollers
 
-  TcpConfig tcp;
-  ShmConfig shm;
+  TcpConfig tcp = {};
+  ShmConfig shm = {};
 
   // ---- CurveZMQ: encrypts the control connections and decides who may connect. Keys are the 40
   // characters of Z85 that curve_keygen prints.
-  std::string curve_public_key;  ///< this engine's own pair; both or neither
-  std::string curve_secret_key;
+  std::string curve_public_key = {};  ///< this engine's own pair; both or neither
+  std::string curve_secret_key = {};
   /// Public keys of the peers that may connect. With an own pair and an empty list, nobody may.
-  std::vector<std::string> curve_peer_keys;
+  std::vector<std::string> curve_peer_keys = {};
   /// Public key that every peer this engine connects to must prove to hold; empty: it connects to
   /// peers without CurveZMQ.
-  std::string curve_server_key;
+  std::string curve_server_key = {};
 
   /// Overwrites every field whose variable is set (config_fields() lists them). A value that does not
   /// parse is an error naming the variable; the fields before it have been overwritten then.

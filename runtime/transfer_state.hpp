@@ -44,12 +44,12 @@ class TransferState {
     Op op = Op::read;
     Priority priority = Priority::normal;
     TimePoint deadline{};
-    std::shared_ptr<const RegionRecord> local;
-    std::shared_ptr<const RemoteRegion> remote;
-    std::span<const Slice> slices;
+    std::shared_ptr<const RegionRecord> local = {};
+    std::shared_ptr<const RemoteRegion> remote = {};
+    std::span<const Slice> slices = {};
     std::uint32_t immediate = 0;
-    std::span<const std::byte> message;                  ///< send: copied into the block
-    std::shared_ptr<TransferOwner> owner;                ///< may be empty: then callbacks run in place
+    std::span<const std::byte> message = {};             ///< send: copied into the block
+    std::shared_ptr<TransferOwner> owner = {};           ///< may be empty: then callbacks run in place
     Duration wait_spin = std::chrono::microseconds(20);  ///< how long Transfer::wait looks before it sleeps
   };
 
@@ -67,6 +67,9 @@ class TransferState {
   std::uint32_t immediate() const noexcept { return immediate_; }
   /// The regions belong to whoever carries the transfer out, until complete(), which lets go of them.
   const RegionRecord* local() const noexcept { return local_.get(); }
+  const std::shared_ptr<const RegionRecord>& shared_local() const noexcept { return local_; }
+  /// Like the regions: only whoever carries the transfer out, before complete().
+  const std::shared_ptr<TransferOwner>& owner() const noexcept { return owner_; }
   const std::shared_ptr<const RemoteRegion>& remote() const noexcept { return remote_; }
   /// Slow path: the remote region is known only after the peer was asked.
   void set_remote(std::shared_ptr<const RemoteRegion> remote) { remote_ = std::move(remote); }
@@ -95,7 +98,10 @@ class TransferState {
   void* owner_data = nullptr;
   std::uint64_t sequence = 0;   ///< write_imm and send: number in the peer's notification order
   std::uint32_t peer_slot = 0;  ///< the engine's number of the peer
+  std::uint64_t backlog = 0;    ///< bytes counted in its group's backlog
   TimePoint submitted_at{};
+  /// recv: where the message goes. Belongs to the caller.
+  std::span<std::byte> receive_buffer;
 
  private:
   struct Callback {
