@@ -1,10 +1,10 @@
-#include <kvferry/runtime/host.hpp>
-
 #include <cstdlib>
 #include <fstream>
 #include <random>
 
 #include <fmt/format.h>
+
+#include <kvferry/runtime/host.hpp>
 
 namespace kvferry {
 namespace {

@@ -1,0 +1,34 @@
+// What the channels and the server of one Port have in common.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include <kvferry/runtime/config.hpp>
+#include <kvferry/transports/shm/copy_pool.hpp>
+#include <kvferry/transports/shm/epoll_set.hpp>
+#include <kvferry/transports/shm/peer_memory.hpp>
+#include <kvferry/transports/shm/protocol.hpp>
+
+namespace kvferry::shm {
+
+struct PortParts {
+  PortParts(const ShmConfig& shm_config, const ProcessMemoryCalls& memory_calls, const PortContext& port_context,
+            PortEvents& port_events)
+      : config(shm_config), calls(memory_calls), context(port_context), events(port_events) {}
+
+  const ShmConfig config;
+  const ProcessMemoryCalls calls;
+  const PortContext context;
+  PortEvents& events;
+  EpollSet epoll;
+  std::unique_ptr<CopyPool> pool;    ///< only with ShmConfig::copy_threads
+  std::vector<Channel*> active;      ///< channels with items to copy now
+  std::vector<Completion> finished;  ///< not reported yet
+  std::size_t outstanding = 0;       ///< items taken and not finished
+  bool channel_ended = false;        ///< some channel waits to be reported as down
+  std::vector<std::byte> packet = std::vector<std::byte>(receive_buffer_bytes);
+};
+
+}  // namespace kvferry::shm
