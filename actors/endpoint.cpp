@@ -1,0 +1,363 @@
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <kvferry/actors/endpoint.hpp>
+#include <kvferry/runtime/log.hpp>
+
+namespace kvferry {
+namespace {
+
+// A lost peer is asked for signs of life this long, so that its return or its next life is noticed.
+constexpr auto lost_interest = std::chrono::minutes(5);
+
+}  // namespace
+
+EndpointActor::EndpointActor(caf::actor_config& config, Parts parts)
+    : caf::event_based_actor(config), parts_(std::move(parts)) {}
+
+caf::behavior EndpointActor::make_behavior() {
+  return {[this](const ConnectRequest& request) { connect(request); },
+          [this](const ControlArrived& arrived) { on_control(arrived.message); },
+          [this](const ControlRefused& refused) { on_refused(refused.why); },
+          [this](const RailsChanged& changed) { on_rails(changed); },
+          [this](const SubmitSlowly& request) { submit(request); },
+          [this](const FindRegion& request) { find_region(request); },
+          [this](const Disconnect& request) { disconnect(request); },
+          [this](HeartbeatTick beat) {
+            tick();
+            if (!beat.once) delayed_send(this, parts_.config->heartbeat_interval, HeartbeatTick{});
+          },
+          [this](HandshakeExpired expired) {
+            if (expired.round != handshake_round_) return;
+            const auto route = current_ ? current_->route() : nullptr;
+            if (phase_ == Phase::connecting && route && !route->groups.empty()) return become_up();
+            if (phase_ == Phase::handshake || phase_ == Phase::connecting)
+              on_refused({Errc::unreachable, fmt::format("no answer from {} within {} ms: is an engine running there?",
+                                                         parts_.address, parts_.config->connect_timeout.count())});
+          },
+          [this](ParkedExpired expired) {
+            const auto found = parked_.find(expired.id);
+            if (found == parked_.end()) return;
+            Parked parked = std::move(found->second);
+            parked_.erase(found);
+            Status why = parked.peer->refusal();
+            if (parked.peer->state.load() == PeerState::up || phase_ == Phase::connecting)
+              why = {Errc::timed_out, fmt::format("{} did not answer in time", who())};
+            refuse(parked, why);
+          },
+          [this](const StopEndpoint& stop) {
+            if (dialled_) ask(0, ByeMessage{parts_.incarnation});
+            fail_waiters(stop.why);
+            refuse_all_parked(stop.why);
+            send(parts_.bootstrap, HangUp{parts_.line});
+            quit();
+          }};
+}
+
+void EndpointActor::on_exit() {
+  fail_waiters({Errc::shutting_down, "the engine is being destroyed"});
+  refuse_all_parked({Errc::shutting_down, "the engine is being destroyed"});
+  parts_.bootstrap = nullptr;
+  parts_.scheduler = nullptr;
+  parts_.launch = nullptr;
+}
+
+std::string EndpointActor::who() const {
+  return current_ ? fmt::format("peer '{}' at {}", current_->name, parts_.address)
+                  : fmt::format("the engine at {}", parts_.address);
+}
+
+void EndpointActor::ask(std::uint64_t id, ControlBody body) {
+  send(parts_.bootstrap, SendControl{parts_.line, encode({id, std::move(body)})});
+}
+
+// ---------------------------------------------------------------- connecting
+
+void EndpointActor::connect(const ConnectRequest& request) {
+  if (phase_ == Phase::up) {
+    request.answer->set_value(current_);
+    return;
+  }
+  waiters_.push_back(request.answer);
+  if (phase_ == Phase::idle || phase_ == Phase::lost || phase_ == Phase::closed) start_handshake();
+}
+
+void EndpointActor::start_handshake() {
+  if (!dialled_) {
+    send(parts_.bootstrap, Dial{parts_.line, parts_.address, this});
+    dialled_ = true;
+  }
+  phase_ = Phase::handshake;
+  ++handshake_round_;
+  ask(handshake_round_, HelloMessage{protocol_version, parts_.name, parts_.incarnation, parts_.facts.host_id});
+  delayed_send(this, parts_.config->connect_timeout, HandshakeExpired{handshake_round_});
+}
+
+void EndpointActor::on_welcome(const WelcomeMessage& welcome) {
+  if (phase_ != Phase::handshake) return;
+  if (welcome.protocol != protocol_version)
+    return on_refused(
+        {Errc::version_mismatch, fmt::format("engine '{}' at {} speaks protocol version {}, this engine speaks {}",
+                                             welcome.name, parts_.address, welcome.protocol, protocol_version)});
+  last_seen_ = Clock::now();
+  if (current_ && current_->incarnation != welcome.incarnation)
+    declare(PeerState::stale, Phase::handshake,
+            {Errc::stale_peer, fmt::format("peer '{}' at {} has restarted: connect again for a new handle",
+                                           current_->name, parts_.address)});
+  current_ = parts_.peers->find_or_add(welcome.name, welcome.incarnation);
+  current_->set_address(parts_.address);
+  for (const RemoteRegion& region : welcome.regions) current_->set_region(region);
+  std::string reasons;
+  auto rails = plan_rails(welcome, reasons);
+  if (rails.empty())
+    return on_refused({Errc::no_path, fmt::format("no transport joins this engine and {} ({})", who(), reasons)});
+  phase_ = Phase::connecting;
+  current_->set_state(PeerState::connecting);
+  send(parts_.scheduler, AddPeer{current_, std::move(rails), this});
+  if (!ticking_) {
+    ticking_ = true;
+    delayed_send(this, parts_.config->heartbeat_interval, HeartbeatTick{});
+  }
+}
+
+std::vector<RailPlan> EndpointActor::plan_rails(const WelcomeMessage& welcome, std::string& reasons) const {
+  std::vector<RailPlan> plans;
+  const HostFacts peer{welcome.host_id};
+  std::uint32_t tier = 0;
+  for (const auto& transport : parts_.transports) {
+    std::vector<std::string> addresses;
+    for (const PortAdvert& port : welcome.ports)
+      if (port.transport == transport->name()) addresses.push_back(port.address);
+    const Status reaches = addresses.empty() ? Status(Errc::no_path, "the peer does not offer it")
+                                             : transport->reaches(parts_.facts, peer);
+    if (!reaches.is_ok()) {
+      reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", transport->name(), reaches.text());
+      continue;
+    }
+    for (int i = 0; i < parts_.config->rails; ++i) {
+      RailPlan plan;
+      plan.group = static_cast<std::uint32_t>(i % parts_.config->pollers);
+      plan.spec.tier = tier;
+      plan.spec.transport = transport->name();
+      ChannelSpec& channel = plan.spec.channel;
+      channel.address = addresses[static_cast<std::size_t>(i) % addresses.size()];
+      channel.host = welcome.data_host.empty() ? parts_.host : welcome.data_host;
+      channel.token = welcome.token;
+      channel.target_incarnation = welcome.incarnation;
+      plans.push_back(std::move(plan));
+    }
+    ++tier;
+  }
+  if (!plans.empty())
+    log(LogLevel::info, fmt::format("{}: using {}{}", who(), plans.front().spec.transport,
+                                    reasons.empty() ? "" : fmt::format(" (not {})", reasons)));
+  return plans;
+}
+
+void EndpointActor::on_refused(const Status& why) {
+  if (phase_ != Phase::handshake && phase_ != Phase::connecting) return;
+  log(LogLevel::warning, fmt::format("connecting to {} failed: {}", parts_.address, why.to_string()));
+  const bool half_open = phase_ == Phase::connecting;
+  phase_ = Phase::idle;
+  last_why_ = why;
+  if (half_open && current_) declare(PeerState::lost, Phase::lost, why);
+  fail_waiters(why);
+  refuse_all_parked(why);
+}
+
+void EndpointActor::fail_waiters(const Status& why) {
+  for (const auto& waiter : std::exchange(waiters_, {})) waiter->set_value(why);
+}
+
+void EndpointActor::answer_waiters() {
+  for (const auto& waiter : std::exchange(waiters_, {})) waiter->set_value(current_);
+}
+
+// ---------------------------------------------------------------- rails and life
+
+void EndpointActor::on_rails(const RailsChanged& changed) {
+  if (!current_ || changed.peer != current_->slot) return;
+  if (changed.up) {
+    if (phase_ != Phase::connecting && phase_ != Phase::suspect && phase_ != Phase::up) return;
+    // While connecting, wait until the better rails have had their chance too.
+    if (phase_ == Phase::connecting && !changed.settled) return;
+    return become_up();
+  }
+  if (phase_ == Phase::connecting && changed.settled) return on_refused(changed.why);
+  if (phase_ != Phase::up) return;
+  phase_ = Phase::suspect;
+  suspect_since_ = Clock::now();
+  current_->set_state(PeerState::suspect, {Errc::peer_lost, std::string(changed.why.text())});
+  ask(0, PingMessage{parts_.incarnation});
+  delayed_send(this, suspect_limit, HeartbeatTick{true});
+}
+
+void EndpointActor::become_up() {
+  phase_ = Phase::up;
+  current_->set_state(PeerState::up);
+  answer_waiters();
+  review_parked();
+}
+
+void EndpointActor::on_pong(const PongMessage& pong) {
+  if (!current_ || phase_ == Phase::handshake) return;
+  last_seen_ = Clock::now();
+  if (pong.incarnation != current_->incarnation) {
+    declare(PeerState::stale, Phase::idle,
+            {Errc::stale_peer, fmt::format("peer '{}' at {} has restarted: connect again for a new handle",
+                                           current_->name, parts_.address)});
+    refuse_all_parked(current_->reason());
+    if (!waiters_.empty()) start_handshake();
+    return;
+  }
+  // It forgot us (we were silent for long), or it is back: shake hands again, in the same life.
+  if (phase_ == Phase::lost || (!pong.known && (phase_ == Phase::up || phase_ == Phase::suspect))) start_handshake();
+}
+
+void EndpointActor::tick() {
+  const TimePoint now = Clock::now();
+  if (phase_ == Phase::up && now - last_seen_ > parts_.config->peer_timeout)
+    declare(PeerState::lost, Phase::lost,
+            {Errc::peer_lost,
+             fmt::format("{} has not answered for {} ms", who(),
+                         std::chrono::duration_cast<std::chrono::milliseconds>(now - last_seen_).count())});
+  if (phase_ == Phase::suspect && now - suspect_since_ >= suspect_limit && last_seen_ < suspect_since_)
+    declare(PeerState::lost, Phase::lost,
+            {Errc::peer_lost, fmt::format("{}: {}, and it does not answer", who(), current_->reason().text())});
+  const bool interested = phase_ == Phase::up || phase_ == Phase::suspect || phase_ == Phase::connecting ||
+                          phase_ == Phase::handshake || (phase_ == Phase::lost && now - lost_since_ < lost_interest);
+  if (interested && phase_ != Phase::handshake) ask(0, PingMessage{parts_.incarnation});
+}
+
+void EndpointActor::declare(PeerState state, Phase phase, const Status& why) {
+  log(LogLevel::warning, why.to_string());
+  current_->set_state(state, why);
+  phase_ = phase;
+  lost_since_ = Clock::now();
+  send(parts_.scheduler, RemovePeer{current_->slot, why});
+  review_parked();
+}
+
+void EndpointActor::disconnect(const Disconnect& request) {
+  if (!current_ || request.peer != current_) return;
+  declare(PeerState::closed, Phase::closed,
+          {Errc::cancelled, fmt::format("{} was disconnected by this engine", who())});
+  ask(0, ByeMessage{parts_.incarnation});
+  refuse_all_parked(current_->reason());
+  parts_.peers->remove(current_->slot);
+}
+
+// ---------------------------------------------------------------- slow work
+
+void EndpointActor::submit(const SubmitSlowly& request) {
+  Parked parked{request.peer, request.transfer, nullptr, request.region, 0};
+  if (request.peer != current_ || phase_ == Phase::closed || phase_ == Phase::idle)
+    return refuse(parked, request.peer->refusal());
+  const bool knows_region = request.region.empty();
+  if (knows_region && (phase_ == Phase::up || phase_ == Phase::suspect || phase_ == Phase::connecting))
+    return parts_.launch(request.transfer, *request.peer);
+  if (phase_ == Phase::up || phase_ == Phase::suspect) {
+    ask_for_region(parked);
+    return park(std::move(parked), request.transfer->deadline() - Clock::now());
+  }
+  // Lost, or shaking hands: its next sign of life decides, within the limit.
+  if (phase_ == Phase::lost) ask(0, PingMessage{parts_.incarnation});
+  park(std::move(parked), std::min<Duration>(request.transfer->deadline() - Clock::now(), suspect_limit));
+}
+
+void EndpointActor::find_region(const FindRegion& request) {
+  Parked parked{request.peer, {}, request.answer, request.name, 0};
+  if (request.peer != current_ || (phase_ != Phase::up && phase_ != Phase::suspect))
+    return refuse(parked, request.peer->refusal());
+  ask_for_region(parked);
+  park(std::move(parked), parts_.config->connect_timeout);
+}
+
+void EndpointActor::park(Parked parked, Duration limit) {
+  const std::uint64_t id = next_parked_++;
+  parked_.emplace(id, std::move(parked));
+  delayed_send(this, std::max<Duration>(limit, Duration::zero()), ParkedExpired{id});
+}
+
+void EndpointActor::ask_for_region(Parked& parked) {
+  // High numbers, so that they never meet those of handshakes.
+  parked.question = (std::uint64_t{1} << 32) + next_question_++;
+  ask(parked.question, FindRegionMessage{parts_.incarnation, parked.region});
+}
+
+void EndpointActor::on_region(std::uint64_t question, const RegionMessage& message) {
+  const auto found = std::find_if(parked_.begin(), parked_.end(),
+                                  [&](const auto& entry) { return entry.second.question == question; });
+  if (found == parked_.end()) return;
+  last_seen_ = Clock::now();
+  Parked parked = std::move(found->second);
+  parked_.erase(found);
+  if (!message.found)
+    return refuse(parked, {Errc::unknown_region, fmt::format("{} has no region '{}'", who(), parked.region)});
+  parked.peer->set_region(message.region);
+  resolve(parked, parked.peer->find_region(message.region.name));
+}
+
+void EndpointActor::on_region_refused(std::uint64_t question, const Status& why) {
+  const auto found = std::find_if(parked_.begin(), parked_.end(),
+                                  [&](const auto& entry) { return entry.second.question == question; });
+  if (found == parked_.end()) return;
+  Parked parked = std::move(found->second);
+  parked_.erase(found);
+  refuse(parked, why);
+}
+
+void EndpointActor::resolve(Parked& parked, const std::shared_ptr<const RemoteRegion>& region) {
+  if (parked.answer) return parked.answer->set_value(region);
+  parked.transfer->set_remote(region);
+  parts_.launch(parked.transfer, *parked.peer);
+}
+
+void EndpointActor::refuse(Parked& parked, const Status& why) {
+  if (parked.answer) return parked.answer->set_value(why);
+  parked.transfer->complete(why);
+}
+
+void EndpointActor::review_parked() {
+  for (auto place = parked_.begin(); place != parked_.end();) {
+    Parked& parked = place->second;
+    if (phase_ == Phase::up && parked.peer == current_) {
+      if (parked.region.empty()) {
+        parts_.launch(parked.transfer, *parked.peer);
+        place = parked_.erase(place);
+        continue;
+      }
+      if (parked.question == 0) ask_for_region(parked);
+    }
+    ++place;
+  }
+}
+
+void EndpointActor::refuse_all_parked(const Status& why) {
+  for (auto& [id, parked] : std::exchange(parked_, {})) refuse(parked, why);
+}
+
+// ---------------------------------------------------------------- control messages
+
+void EndpointActor::on_control(const ControlMessage& message) {
+  if (const auto* welcome = std::get_if<WelcomeMessage>(&message.body)) {
+    if (message.id == handshake_round_) on_welcome(*welcome);
+  } else if (const auto* refused = std::get_if<RefusedMessage>(&message.body)) {
+    const auto code = refused->code > 0 && refused->code <= static_cast<std::uint32_t>(Errc::internal)
+                          ? static_cast<Errc>(refused->code)
+                          : Errc::internal;
+    const Status why = Status(code, refused->text).with_context(fmt::format("refused by {}", parts_.address));
+    if (message.id >> 32)
+      on_region_refused(message.id, why);
+    else
+      on_refused(why);
+  } else if (const auto* pong = std::get_if<PongMessage>(&message.body)) {
+    on_pong(*pong);
+  } else if (const auto* region = std::get_if<RegionMessage>(&message.body)) {
+    on_region(message.id, *region);
+  }
+}
+
+}  // namespace kvferry

@@ -1,0 +1,737 @@
+#include <algorithm>
+#include <cctype>
+#include <future>
+#include <map>
+#include <mutex>
+#include <shared_mutex>
+#include <thread>
+#include <utility>
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <netdb.h>
+#include <unistd.h>
+#include <zmq.hpp>
+
+#include <kvferry/actors/bootstrap.hpp>
+#include <kvferry/actors/callbacks.hpp>
+#include <kvferry/actors/endpoint.hpp>
+#include <kvferry/actors/engine.hpp>
+#include <kvferry/actors/poller.hpp>
+#include <kvferry/actors/scheduler.hpp>
+#include <kvferry/actors/split_transfer.hpp>
+#include <kvferry/runtime/host.hpp>
+#include <kvferry/runtime/log.hpp>
+#include <kvferry/transports/shm/shm_transport.hpp>
+#include <kvferry/transports/tcp/tcp_transport.hpp>
+
+namespace kvferry {
+namespace {
+
+const Status& shutting_down() {
+  static const Status status(Errc::shutting_down, "the engine is being destroyed");
+  return status;
+}
+
+struct ControlAddress {
+  std::string host;
+  std::string port;
+};
+
+Result<ControlAddress> parse_address(const std::string& address) {
+  const std::string_view scheme = "tcp://";
+  const auto colon = address.rfind(':');
+  if (!address.starts_with(scheme) || colon == std::string::npos || colon < scheme.size() + 1)
+    return {Errc::invalid_argument, fmt::format("address '{}' is not of the form tcp://HOST:PORT", address)};
+  ControlAddress parsed{address.substr(scheme.size(), colon - scheme.size()), address.substr(colon + 1)};
+  if (parsed.host.starts_with('[') && parsed.host.ends_with(']'))
+    parsed.host = parsed.host.substr(1, parsed.host.size() - 2);
+  const bool digits =
+      !parsed.port.empty() && parsed.port.size() <= 5 &&
+      std::all_of(parsed.port.begin(), parsed.port.end(), [](unsigned char c) { return std::isdigit(c); });
+  if (!digits || std::stoi(parsed.port) > 65535)
+    return {Errc::invalid_argument, fmt::format("address '{}': '{}' is not a port number", address, parsed.port)};
+  return parsed;
+}
+
+bool is_numeric(const std::string& host) {
+  in6_addr scratch;
+  return ::inet_pton(AF_INET, host.c_str(), &scratch) == 1 || ::inet_pton(AF_INET6, host.c_str(), &scratch) == 1;
+}
+
+// The resolver has no limit of its own, so a thread that may outlive the call waits for it.
+Result<std::string> resolve(const std::string& host, Duration limit) {
+  if (is_numeric(host)) return host;
+  auto promise = std::make_shared<std::promise<Result<std::string>>>();
+  auto answer = promise->get_future();
+  std::thread([promise, host] {
+    addrinfo hints{};
+    hints.ai_socktype = SOCK_STREAM;
+    addrinfo* found = nullptr;
+    const int error = ::getaddrinfo(host.c_str(), nullptr, &hints, &found);
+    if (error != 0) {
+      promise->set_value(
+          Status(Errc::unreachable, fmt::format("host name '{}' does not resolve: {}", host, ::gai_strerror(error))));
+      return;
+    }
+    char text[NI_MAXHOST] = {};
+    ::getnameinfo(found->ai_addr, found->ai_addrlen, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
+    ::freeaddrinfo(found);
+    promise->set_value(std::string(text));
+  }).detach();
+  if (answer.wait_for(limit) != std::future_status::ready)
+    return {Errc::unreachable, fmt::format("host name '{}' was not resolved in time", host)};
+  return answer.get();
+}
+
+std::string tcp_address(const std::string& host, const std::string& port) {
+  return host.find(':') == std::string::npos ? fmt::format("tcp://{}:{}", host, port)
+                                             : fmt::format("tcp://[{}]:{}", host, port);
+}
+
+std::string default_name() {
+  char host[256] = "engine";
+  ::gethostname(host, sizeof host - 1);
+  return fmt::format("{}-{}", host, ::getpid());
+}
+
+Status check_slices(std::span<const Slice> slices, const RegionRecord& local, const RemoteRegion& remote, Op op) {
+  const Access need = op == Op::read ? Access::read : Access::write;
+  if (!allows(remote.access, need))
+    return {Errc::access_denied, fmt::format("region '{}' of the peer does not allow {}", remote.name,
+                                             op == Op::read ? "reading" : "writing")};
+  for (std::size_t i = 0; i < slices.size(); ++i) {
+    const Slice& slice = slices[i];
+    if (!fits(slice.local_offset, slice.length, local.size))
+      return {Errc::out_of_bounds,
+              fmt::format("slice {}: offset {} + length {} leaves the local region '{}' of {} bytes", i,
+                          slice.local_offset, slice.length, local.name, local.size)};
+    if (!fits(slice.remote_offset, slice.length, remote.size))
+      return {Errc::out_of_bounds,
+              fmt::format("slice {}: offset {} + length {} leaves the peer's region '{}' of {} bytes", i,
+                          slice.remote_offset, slice.length, remote.name, remote.size)};
+  }
+  return {};
+}
+
+std::vector<std::shared_ptr<Transport>> built_in_transports(const EngineConfig& config) {
+  std::vector<std::string> names = config.transports;
+  if (names.empty()) {
+    if (config.shm.enabled) names.emplace_back("shm");
+    names.emplace_back("tcp");
+  }
+  std::vector<std::shared_ptr<Transport>> transports;
+  for (const auto& name : names) {
+    if (name == "shm") transports.push_back(make_shm_transport(config.shm));
+    if (name == "tcp") transports.push_back(make_tcp_transport(config.tcp));
+  }
+  return transports;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- handles
+
+const std::string& Peer::name() const { return record_->name; }
+std::uint64_t Peer::incarnation() const { return record_->incarnation; }
+std::string Peer::describe() const { return record_->describe(); }
+const std::string& RemoteHandle::name() const { return region_->name; }
+std::uint64_t RemoteHandle::size() const { return region_->size; }
+
+// ---------------------------------------------------------------- the engine
+
+class Engine::Impl {
+ public:
+  Impl(EngineConfig config, std::vector<std::shared_ptr<Transport>> transports)
+      : config_(std::move(config)),
+        incarnation_(random_u64()),
+        peers_(incarnation_),
+        transports_(std::move(transports)) {}
+  ~Impl() { stop(); }
+
+  Status start();
+  void stop();
+
+  Result<Region> register_memory(std::unique_ptr<RegionRecord> record);
+  Status unregister_region(const Region& region);
+
+  Result<Peer> connect(const std::string& address);
+  Result<Peer> accept(const std::string& name, Duration limit);
+  void disconnect(const Peer& peer);
+  Result<RemoteHandle> find_region(const Peer& peer, const std::string& name);
+
+  Transfer submit(Op op, const Peer& peer, const Region& local, std::string_view name,
+                  std::shared_ptr<const RemoteRegion> remote, std::span<const Slice> slices, std::uint32_t immediate,
+                  const TransferOptions& options);
+  Transfer send(const Peer& peer, std::span<const std::byte> message, const TransferOptions& options);
+  Transfer recv(const Peer& peer, std::span<std::byte> buffer, const TransferOptions& options);
+
+  const EngineConfig& config() const { return config_; }
+  std::uint64_t incarnation() const { return incarnation_; }
+  const std::string& address() const { return address_; }
+  PeerTable& peers() { return peers_; }
+  NotificationQueue& notifications() { return notifications_; }
+  const MetricCounters& counters() const { return metrics_; }
+
+ private:
+  struct Group {
+    std::shared_ptr<Submissions> submissions;
+    std::unique_ptr<ReportToScheduler> report;
+    caf::actor actor;
+  };
+
+  void start_system();
+  Status start_groups(const std::string& listen_host, std::vector<PortAdvert>& adverts);
+  void start_bootstrap(ControlListener listener, std::vector<PortAdvert> adverts);
+  caf::actor endpoint_for(const std::string& address, const std::string& host);
+  caf::actor find_endpoint(const std::string& address);
+  Status check_peer(const Peer& peer) const;
+  TransferState::Request request(Op op, const TransferOptions& options) const;
+  Transfer hand_over(RefPtr<TransferState> state, const Peer& peer, std::string region);
+  void launch(RefPtr<TransferState> state, PeerRecord& peer);
+  void push(RefPtr<TransferState> state, PeerRecord& peer, std::uint32_t group);
+  Transfer refused(Status status);
+  std::vector<std::pair<std::string, std::string>> descriptors(RegionKey key) const;
+
+  EngineConfig config_;
+  const std::uint64_t incarnation_;
+  std::string address_;
+  std::string advertise_host_;
+  HostFacts facts_;
+  MetricCounters metrics_;
+  RegionTable regions_;
+  PeerTable peers_;
+  NotificationQueue notifications_;
+  std::vector<std::shared_ptr<Transport>> transports_;
+  CallbackRunner callbacks_;
+
+  mutable std::mutex descriptors_mutex_;
+  std::map<std::uint64_t, std::vector<std::pair<std::string, std::string>>> descriptors_;
+
+  std::atomic<bool> stopping_{false};
+  zmq::context_t context_{1};
+  caf::actor_system_config system_config_;
+  std::unique_ptr<caf::actor_system> system_;
+  caf::actor scheduler_;
+  caf::actor bootstrap_;
+  std::vector<Group> groups_;
+  std::mutex endpoints_mutex_;
+  std::map<std::string, caf::actor> endpoints_;
+  std::uint64_t next_line_ = 1;
+};
+
+// ---------------------------------------------------------------- start and stop
+
+Status Engine::Impl::start() {
+  if (Status status = config_.apply_environment(); !status.is_ok()) return status;
+  if (Status status = config_.validate(); !status.is_ok()) return status;
+  if (config_.name.empty()) config_.name = default_name();
+  if (transports_.empty()) transports_ = built_in_transports(config_);
+  facts_ = local_host();
+
+  const auto listen = parse_address(config_.listen);
+  if (!listen) return listen.status();
+  const std::string listen_host = listen->host == "*" ? "0.0.0.0" : listen->host;
+  const auto numeric = resolve(listen_host, config_.connect_timeout);
+  if (!numeric) return numeric.status().with_context("listen");
+  const CurveKeys keys{config_.curve_public_key, config_.curve_secret_key, config_.curve_server_key,
+                       config_.curve_peer_keys};
+  auto listener = ControlListener::bind(context_, tcp_address(*numeric, listen->port), keys);
+  if (!listener) return listener.status();
+  address_ = listener->address();
+  const bool wildcard = *numeric == "0.0.0.0" || *numeric == "::";
+  advertise_host_ = !config_.advertise.empty() ? config_.advertise : wildcard ? std::string() : *numeric;
+
+  start_system();
+  std::vector<PortAdvert> adverts;
+  if (Status status = start_groups(*numeric, adverts); !status.is_ok()) return status;
+  start_bootstrap(std::move(*listener), std::move(adverts));
+  log(LogLevel::info, fmt::format("engine '{}' listens on {}", config_.name, address_));
+  return {};
+}
+
+void Engine::Impl::start_system() {
+  // One worker carries endpoints and scheduler; short spins, since neither is on a batch's path.
+  system_config_.set("scheduler.max-threads", std::size_t{1});
+  system_config_.set("work-stealing.moderate-poll-attempts", std::size_t{0});
+  system_config_.set("work-stealing.aggressive-poll-attempts", std::size_t{100});
+  system_ = std::make_unique<caf::actor_system>(system_config_);
+  callbacks_.start(*system_);
+  scheduler_ = system_->spawn<SchedulerActor>(Duration(config_.connect_timeout));
+}
+
+Status Engine::Impl::start_groups(const std::string& listen_host, std::vector<PortAdvert>& adverts) {
+  SetGroups set;
+  std::vector<std::unique_ptr<PollerCore>> cores;
+  for (int i = 0; i < config_.pollers; ++i) {
+    Group group;
+    group.submissions =
+        std::make_shared<Submissions>([this](std::function<void()> task) { callbacks_.run(std::move(task)); });
+    group.report = std::make_unique<ReportToScheduler>(scheduler_, static_cast<std::uint32_t>(i));
+    PollerCore::Parts parts;
+    parts.group = static_cast<std::uint32_t>(i);
+    parts.groups = static_cast<std::uint32_t>(config_.pollers);
+    parts.config = &config_;
+    parts.peers = &peers_;
+    parts.notifications = &notifications_;
+    parts.regions = &regions_;
+    parts.metrics = &metrics_;
+    parts.submissions = group.submissions.get();
+    parts.events = group.report.get();
+    // Receives are matched by group 0.
+    auto first = i == 0 ? group.submissions : groups_.front().submissions;
+    auto core = std::make_unique<PollerCore>(parts, [first] { first->ring(); });
+    for (const auto& transport : transports_) {
+      PortContext context;
+      context.regions = &regions_;
+      context.incarnation = incarnation_;
+      context.listen_host = listen_host;
+      if (Status status = core->add_port(*transport, context); !status.is_ok()) return status;
+    }
+    for (auto& advert : core->adverts()) adverts.push_back(std::move(advert));
+    cores.push_back(std::move(core));
+    groups_.push_back(std::move(group));
+  }
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    groups_[i].actor = system_->spawn<PollerActor, caf::detached>(std::move(cores[i]), groups_[i].submissions,
+                                                                  Duration(config_.poll_spin));
+    set.groups.push_back({groups_[i].actor, groups_[i].submissions});
+  }
+  caf::anon_send(scheduler_, std::move(set));
+  return {};
+}
+
+void Engine::Impl::start_bootstrap(ControlListener listener, std::vector<PortAdvert> adverts) {
+  BootstrapService::Parts parts;
+  parts.identity = {config_.name, incarnation_, facts_.host_id, advertise_host_};
+  parts.peers = &peers_;
+  parts.regions = &regions_;
+  parts.metrics = &metrics_;
+  parts.descriptors = [this](RegionKey key) { return descriptors(key); };
+  parts.drop_session = [this](SessionId session, const Status& why) {
+    const auto slot = static_cast<std::uint32_t>(session);
+    for (const Group& group : groups_) caf::anon_send(group.actor, DropSession{session});
+    const auto peer = peers_.find_slot(slot);
+    if (!peer || peer->state.load() != PeerState::inbound) return;
+    peer->set_state(PeerState::closed, why);
+    for (const Group& group : groups_) caf::anon_send(group.actor, ClosePeer{slot, why});
+    peers_.remove(slot);
+  };
+  auto service = std::make_shared<BootstrapService>(std::move(parts));
+  service->set_ports(std::move(adverts));
+  const CurveKeys keys{config_.curve_public_key, config_.curve_secret_key, config_.curve_server_key,
+                       config_.curve_peer_keys};
+  bootstrap_ = system_->spawn<BootstrapActor, caf::detached>(&context_, std::move(listener), std::move(service), keys,
+                                                             Duration(config_.peer_timeout * 4));
+}
+
+// From the outside in: whoever hands work over ends before whoever carries it out.
+void Engine::Impl::stop() {
+  if (stopping_.exchange(true)) return;
+  notifications_.close();
+  peers_.close();
+  if (!system_) return;
+  {
+    caf::scoped_actor self{*system_};
+    std::vector<caf::actor> endpoints;
+    {
+      const std::lock_guard lock(endpoints_mutex_);
+      for (auto& [address, endpoint] : endpoints_) endpoints.push_back(std::move(endpoint));
+      endpoints_.clear();
+    }
+    for (const auto& endpoint : endpoints) caf::anon_send(endpoint, StopEndpoint{shutting_down()});
+    for (const auto& endpoint : endpoints) self->wait_for(endpoint);
+    endpoints.clear();
+    if (bootstrap_) {
+      caf::anon_send(bootstrap_, StopBootstrap{});
+      self->wait_for(bootstrap_);
+      bootstrap_ = nullptr;
+    }
+    for (const Group& group : groups_)
+      if (group.actor) caf::anon_send(group.actor, StopPoller{shutting_down()});
+    for (Group& group : groups_) {
+      if (group.actor) self->wait_for(group.actor);
+      group.actor = nullptr;
+    }
+    if (scheduler_) {
+      caf::anon_send_exit(scheduler_, caf::exit_reason::user_shutdown);
+      self->wait_for(scheduler_);
+      scheduler_ = nullptr;
+    }
+  }
+  callbacks_.stop();
+  groups_.clear();
+  system_.reset();
+}
+
+// ---------------------------------------------------------------- memory
+
+Result<Region> Engine::Impl::register_memory(std::unique_ptr<RegionRecord> record) {
+  if (stopping_) return shutting_down();
+  auto added = regions_.add(std::move(record));
+  if (!added) return added.status();
+  std::vector<std::pair<std::string, std::string>> given;
+  for (const auto& transport : transports_) {
+    auto descriptor = transport->register_region(**added);
+    if (!descriptor) {
+      for (const auto& before : transports_) {
+        if (before == transport) break;
+        before->unregister_region(**added);
+      }
+      static_cast<void>(regions_.retire((*added)->key));
+      regions_.erase((*added)->key);
+      return descriptor.status().with_context(
+          fmt::format("registering '{}' with transport '{}'", (*added)->name, transport->name()));
+    }
+    given.emplace_back(transport->name(), std::move(*descriptor));
+  }
+  const RegionKey key = (*added)->key;
+  const std::lock_guard lock(descriptors_mutex_);
+  descriptors_[(std::uint64_t{key.generation} << 32) | key.slot] = std::move(given);
+  return Region(std::move(*added));
+}
+
+std::vector<std::pair<std::string, std::string>> Engine::Impl::descriptors(RegionKey key) const {
+  const std::lock_guard lock(descriptors_mutex_);
+  const auto found = descriptors_.find((std::uint64_t{key.generation} << 32) | key.slot);
+  return found == descriptors_.end() ? std::vector<std::pair<std::string, std::string>>{} : found->second;
+}
+
+Status Engine::Impl::unregister_region(const Region& region) {
+  if (!region) return {Errc::invalid_argument, "the region handle is empty"};
+  if (stopping_) return shutting_down();
+  const RegionKey key = region.record()->key;
+  if (regions_.find(key) != region.record().get())
+    return {Errc::unknown_region,
+            fmt::format("region '{}' is not registered with this engine (any more)", region.name())};
+  if (Status status = regions_.retire(key); !status.is_ok()) return status;
+  std::vector<std::future<void>> answers;
+  for (const Group& group : groups_) {
+    auto done = std::make_shared<std::promise<void>>();
+    answers.push_back(done->get_future());
+    caf::anon_send(group.actor, ReleaseRegion{key, done});
+  }
+  bool quiet = true;
+  const TimePoint limit = Clock::now() + std::chrono::seconds(5);
+  for (auto& answer : answers) quiet &= answer.wait_until(limit) == std::future_status::ready;
+  if (!quiet)
+    return {Errc::internal,
+            fmt::format("region '{}' could not be made quiet within 5 s: keep its memory", region.name())};
+  for (const auto& transport : transports_) transport->unregister_region(*region.record());
+  {
+    const std::lock_guard lock(descriptors_mutex_);
+    descriptors_.erase((std::uint64_t{key.generation} << 32) | key.slot);
+  }
+  regions_.erase(key);
+  return {};
+}
+
+// ---------------------------------------------------------------- peers
+
+caf::actor Engine::Impl::endpoint_for(const std::string& address, const std::string& host) {
+  const std::lock_guard lock(endpoints_mutex_);
+  caf::actor& endpoint = endpoints_[address];
+  if (!endpoint) {
+    EndpointActor::Parts parts;
+    parts.line = next_line_++;
+    parts.address = address;
+    parts.host = host;
+    parts.name = config_.name;
+    parts.incarnation = incarnation_;
+    parts.facts = facts_;
+    parts.config = &config_;
+    parts.peers = &peers_;
+    parts.transports = transports_;
+    parts.bootstrap = bootstrap_;
+    parts.scheduler = scheduler_;
+    parts.launch = [this](RefPtr<TransferState> state, PeerRecord& peer) { launch(std::move(state), peer); };
+    endpoint = system_->spawn<EndpointActor>(std::move(parts));
+  }
+  return endpoint;
+}
+
+caf::actor Engine::Impl::find_endpoint(const std::string& address) {
+  const std::lock_guard lock(endpoints_mutex_);
+  const auto found = endpoints_.find(address);
+  return found == endpoints_.end() ? caf::actor() : found->second;
+}
+
+Result<Peer> Engine::Impl::connect(const std::string& address) {
+  if (stopping_) return shutting_down();
+  const auto parsed = parse_address(address);
+  if (!parsed) return parsed.status();
+  if (parsed->port == "0")
+    return {Errc::invalid_argument, fmt::format("address '{}': port 0 can be listened on, not connected to", address)};
+  const auto host = resolve(parsed->host, config_.connect_timeout);
+  if (!host) return host.status().with_context(fmt::format("connecting to {}", address));
+  auto answer = std::make_shared<std::promise<Result<PeerPtr>>>();
+  auto future = answer->get_future();
+  caf::anon_send(endpoint_for(tcp_address(*host, parsed->port), *host), ConnectRequest{answer});
+  // The endpoint keeps the real limit; this one only guards against a defect.
+  if (future.wait_for(config_.connect_timeout * 2 + std::chrono::seconds(1)) != std::future_status::ready)
+    return {Errc::internal, fmt::format("connecting to {} got no answer from its endpoint", address)};
+  auto result = future.get();
+  if (!result) return result.status();
+  return Peer(std::move(*result));
+}
+
+Result<Peer> Engine::Impl::accept(const std::string& name, Duration limit) {
+  if (auto record = peers_.wait_for_session(name, limit)) return Peer(std::move(record));
+  if (stopping_) return shutting_down();
+  return {Errc::timed_out, fmt::format("no engine named '{}' connected in time", name)};
+}
+
+void Engine::Impl::disconnect(const Peer& peer) {
+  if (!check_peer(peer).is_ok() || stopping_) return;
+  if (auto endpoint = find_endpoint(peer.record()->address())) caf::anon_send(endpoint, Disconnect{peer.record()});
+}
+
+Result<RemoteHandle> Engine::Impl::find_region(const Peer& peer, const std::string& name) {
+  if (Status status = check_peer(peer); !status.is_ok()) return status;
+  auto endpoint = find_endpoint(peer.record()->address());
+  if (!endpoint) return peer.record()->refusal();
+  auto answer = std::make_shared<std::promise<Result<std::shared_ptr<const RemoteRegion>>>>();
+  auto future = answer->get_future();
+  caf::anon_send(endpoint, FindRegion{peer.record(), name, answer});
+  if (future.wait_for(config_.connect_timeout + std::chrono::seconds(1)) != std::future_status::ready)
+    return {Errc::timed_out,
+            fmt::format("peer '{}' did not say in time whether it has a region '{}'", peer.name(), name)};
+  auto result = future.get();
+  if (!result) return result.status();
+  return RemoteHandle(std::move(*result));
+}
+
+// ---------------------------------------------------------------- transfers
+
+Status Engine::Impl::check_peer(const Peer& peer) const {
+  if (stopping_.load(std::memory_order_relaxed)) return shutting_down();
+  if (!peer) return {Errc::invalid_argument, "the peer handle is empty: use one from connect() or accept()"};
+  if (peer.record()->owner_incarnation != incarnation_)
+    return {Errc::invalid_argument, fmt::format("the handle of peer '{}' belongs to another engine", peer.name())};
+  return {};
+}
+
+Transfer Engine::Impl::refused(Status status) {
+  metrics_.transfers_failed.fetch_add(1, std::memory_order_relaxed);
+  return Transfer::ended(std::move(status));
+}
+
+TransferState::Request Engine::Impl::request(Op op, const TransferOptions& options) const {
+  TransferState::Request request;
+  request.op = op;
+  request.priority = options.priority;
+  const Duration limit = options.deadline > Duration::zero() ? options.deadline : Duration(config_.transfer_timeout);
+  const TimePoint now = Clock::now();
+  request.deadline = limit < TimePoint::max() - now ? now + limit : TimePoint::max();
+  request.owner = groups_.front().submissions;
+  request.wait_spin = config_.wait_spin;
+  return request;
+}
+
+Transfer Engine::Impl::submit(Op op, const Peer& peer, const Region& local, std::string_view name,
+                              std::shared_ptr<const RemoteRegion> remote, std::span<const Slice> slices,
+                              std::uint32_t immediate, const TransferOptions& options) {
+  metrics_.transfers_started.fetch_add(1, std::memory_order_relaxed);
+  if (Status status = check_peer(peer); !status.is_ok()) return refused(std::move(status));
+  if (!local) return refused({Errc::invalid_argument, "the local region handle is empty"});
+  if (regions_.find(local.record()->key) != local.record().get())
+    return refused({Errc::unknown_region,
+                    fmt::format("local region '{}' is not registered with this engine (any more)", local.name())});
+  if (options.deadline < Duration::zero())
+    return refused({Errc::invalid_argument, "a transfer's deadline can not be negative"});
+  PeerRecord& record = *peer.record();
+  if (!remote) remote = record.find_region(name);
+  if (remote) {
+    if (Status status = check_slices(slices, *local.record(), *remote, op); !status.is_ok())
+      return refused(status.with_context(fmt::format("{} with peer '{}'", to_string(op), record.name)));
+  }
+  TransferState::Request wanted = request(op, options);
+  wanted.local = local.record();
+  wanted.remote = remote;
+  wanted.slices = slices;
+  wanted.immediate = immediate;
+  const bool large = config_.pollers > 1 && op != Op::write_imm;
+  if (large) {
+    std::uint64_t bytes = 0;
+    for (const Slice& slice : slices) bytes += slice.length;
+    if (bytes >= config_.split_bytes) wanted.owner = std::make_shared<SplitOwner>(wanted.owner);
+  }
+  metrics_.slices.fetch_add(slices.size(), std::memory_order_relaxed);
+  return hand_over(TransferState::create(std::move(wanted)), peer, remote ? std::string() : std::string(name));
+}
+
+Transfer Engine::Impl::send(const Peer& peer, std::span<const std::byte> message, const TransferOptions& options) {
+  metrics_.transfers_started.fetch_add(1, std::memory_order_relaxed);
+  if (Status status = check_peer(peer); !status.is_ok()) return refused(std::move(status));
+  if (message.size() > max_message_bytes)
+    return refused(
+        {Errc::too_large, fmt::format("a message has at most {} bytes, this one has {}: write larger data to a "
+                                      "region",
+                                      max_message_bytes, message.size())});
+  TransferState::Request wanted = request(Op::send, options);
+  wanted.message = message;
+  return hand_over(TransferState::create(std::move(wanted)), peer, {});
+}
+
+Transfer Engine::Impl::recv(const Peer& peer, std::span<std::byte> buffer, const TransferOptions& options) {
+  metrics_.transfers_started.fetch_add(1, std::memory_order_relaxed);
+  if (Status status = check_peer(peer); !status.is_ok()) return refused(std::move(status));
+  const PeerState state = peer.record()->state.load(std::memory_order_acquire);
+  if (state == PeerState::lost || state == PeerState::stale || state == PeerState::closed)
+    return refused(peer.record()->refusal());
+  auto transfer = TransferState::create(request(Op::recv, options));
+  transfer->receive_buffer = buffer;
+  transfer->peer_slot = peer.record()->slot;
+  transfer->submitted_at = Clock::now();
+  Transfer handle(transfer);
+  push(std::move(transfer), *peer.record(), 0);
+  return handle;
+}
+
+Transfer Engine::Impl::hand_over(RefPtr<TransferState> state, const Peer& peer, std::string region) {
+  PeerRecord& record = *peer.record();
+  state->peer_slot = record.slot;
+  state->submitted_at = Clock::now();
+  Transfer handle(state);
+  const bool nothing_to_do = state->slices().empty() && (state->op() == Op::read || state->op() == Op::write);
+  if (nothing_to_do && region.empty()) {
+    metrics_.transfers_ok.fetch_add(1, std::memory_order_relaxed);
+    state->complete({});
+    return handle;
+  }
+  if (region.empty() && record.state.load(std::memory_order_acquire) == PeerState::up) {
+    launch(std::move(state), record);
+    return handle;
+  }
+  if (auto endpoint = find_endpoint(record.address()); endpoint && !stopping_)
+    caf::anon_send(endpoint, SubmitSlowly{std::move(state), peer.record(), std::move(region)});
+  else
+    state->complete(record.refusal());
+  return handle;
+}
+
+void Engine::Impl::launch(RefPtr<TransferState> state, PeerRecord& peer) {
+  // A region that was asked for is checked only now that its size is known.
+  if (state->remote()) {
+    if (Status status = check_slices(state->slices(), *state->local(), *state->remote(), state->op());
+        !status.is_ok()) {
+      metrics_.transfers_failed.fetch_add(1, std::memory_order_relaxed);
+      state->complete(status.with_context(fmt::format("{} with peer '{}'", to_string(state->op()), peer.name)));
+      return;
+    }
+  }
+  if (dynamic_cast<SplitOwner*>(state->owner().get())) {
+    caf::anon_send(scheduler_, SplitTransfer{std::move(state), peers_.find_slot(peer.slot)});
+    return;
+  }
+  state->backlog = state->bytes();
+  std::uint32_t group = 0;
+  if (groups_.size() > 1 && state->op() != Op::send) group = pick_group(peer).value_or(0);
+  // All messages of a peer take one way, so that they stay in order.
+  if (state->op() == Op::send)
+    if (const auto route = peer.route(); route && !route->groups.empty()) group = route->groups.front();
+  push(std::move(state), peer, group);
+}
+
+void Engine::Impl::push(RefPtr<TransferState> state, PeerRecord& peer, std::uint32_t group) {
+  peer.backlog[group].fetch_add(state->backlog, std::memory_order_relaxed);
+  if (!groups_[group].submissions->push(state)) state->complete(shutting_down());
+}
+
+// ---------------------------------------------------------------- Engine, the face
+
+Result<Engine> Engine::start(EngineConfig config) { return start(std::move(config), {}); }
+
+Result<Engine> Engine::start(EngineConfig config, std::vector<std::shared_ptr<Transport>> transports) {
+  auto impl = std::make_unique<Impl>(std::move(config), std::move(transports));
+  if (Status status = impl->start(); !status.is_ok()) return status;
+  return Engine(std::move(impl));
+}
+
+Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Engine::Engine(Engine&&) noexcept = default;
+Engine& Engine::operator=(Engine&&) noexcept = default;
+Engine::~Engine() = default;
+
+const std::string& Engine::name() const { return impl_->config().name; }
+std::uint64_t Engine::incarnation() const { return impl_->incarnation(); }
+const std::string& Engine::address() const { return impl_->address(); }
+
+Result<Region> Engine::register_memory(std::string name, void* data, std::uint64_t bytes, RegisterOptions options) {
+  if (!data || bytes == 0) return {Errc::invalid_argument, fmt::format("region '{}' has no memory", name)};
+  auto record = std::make_unique<RegionRecord>();
+  record->name = std::move(name);
+  record->data = static_cast<std::byte*>(data);
+  record->size = bytes;
+  record->access = options.access;
+  return impl_->register_memory(std::move(record));
+}
+
+Result<Region> Engine::allocate(std::string name, std::uint64_t bytes, RegisterOptions options) {
+  auto record = allocate_region(std::move(name), bytes, options.access);
+  if (!record) return record.status();
+  return impl_->register_memory(std::move(*record));
+}
+
+Status Engine::unregister_region(const Region& region) { return impl_->unregister_region(region); }
+Result<Peer> Engine::connect(const std::string& address) { return impl_->connect(address); }
+Result<Peer> Engine::accept(const std::string& name, Duration limit) { return impl_->accept(name, limit); }
+
+std::vector<Peer> Engine::peers() const {
+  std::vector<Peer> peers;
+  for (auto& record : impl_->peers().all()) peers.emplace_back(std::move(record));
+  return peers;
+}
+
+void Engine::disconnect(const Peer& peer) { impl_->disconnect(peer); }
+
+Result<RemoteHandle> Engine::find_region(const Peer& peer, const std::string& name) {
+  return impl_->find_region(peer, name);
+}
+
+Transfer Engine::read(const Peer& peer, const Region& local, std::string_view remote, std::span<const Slice> slices,
+                      TransferOptions options) {
+  return impl_->submit(Op::read, peer, local, remote, nullptr, slices, 0, options);
+}
+
+Transfer Engine::write(const Peer& peer, const Region& local, std::string_view remote, std::span<const Slice> slices,
+                       TransferOptions options) {
+  return impl_->submit(Op::write, peer, local, remote, nullptr, slices, 0, options);
+}
+
+Transfer Engine::write_imm(const Peer& peer, const Region& local, std::string_view remote,
+                           std::span<const Slice> slices, std::uint32_t immediate, TransferOptions options) {
+  return impl_->submit(Op::write_imm, peer, local, remote, nullptr, slices, immediate, options);
+}
+
+Transfer Engine::read(const Peer& peer, const Region& local, const RemoteHandle& remote, std::span<const Slice> slices,
+                      TransferOptions options) {
+  return impl_->submit(Op::read, peer, local, {}, remote.region(), slices, 0, options);
+}
+
+Transfer Engine::write(const Peer& peer, const Region& local, const RemoteHandle& remote, std::span<const Slice> slices,
+                       TransferOptions options) {
+  return impl_->submit(Op::write, peer, local, {}, remote.region(), slices, 0, options);
+}
+
+Transfer Engine::write_imm(const Peer& peer, const Region& local, const RemoteHandle& remote,
+                           std::span<const Slice> slices, std::uint32_t immediate, TransferOptions options) {
+  return impl_->submit(Op::write_imm, peer, local, {}, remote.region(), slices, immediate, options);
+}
+
+Result<Notification> Engine::next_notification(Duration limit) {
+  if (auto notification = impl_->notifications().pop(limit)) return std::move(*notification);
+  return {Errc::timed_out, "no notification arrived in time"};
+}
+
+Transfer Engine::send(const Peer& peer, std::span<const std::byte> message, TransferOptions options) {
+  return impl_->send(peer, message, options);
+}
+
+Transfer Engine::recv(const Peer& peer, std::span<std::byte> buffer, TransferOptions options) {
+  return impl_->recv(peer, buffer, options);
+}
+
+Metrics Engine::metrics() const { return Metrics::of(impl_->counters()); }
+
+}  // namespace kvferry
