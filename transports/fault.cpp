@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <deque>
 #include <map>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -61,12 +60,12 @@ class FaultPort final : public Port, private PortEvents {
     if (plan_->rail_down) return {Errc::unreachable, "opening a channel: the rail is down (fault plan)"};
     if (take_one(plan_->refuse_opens)) return {Errc::unreachable, "opening a channel was refused (fault plan)"};
     auto channel = inner_->open(spec);
-    if (channel) living_.insert(*channel);
+    if (channel) channels_.emplace(*channel, ChannelState::connecting);
     return channel;
   }
 
   std::size_t post(ChannelId channel, std::span<const WorkItem> items) override {
-    if (plan_->rail_down || !living_.count(channel) || fenced_.count(channel)) return 0;
+    if (plan_->rail_down || !is(channel, ChannelState::up)) return 0;
     if (items.empty() || take_one(plan_->refuse_posts)) return 0;
     const Duration delay = microseconds_of(plan_->delay_us);
     std::size_t taken = 0;
@@ -109,7 +108,7 @@ class FaultPort final : public Port, private PortEvents {
     const TimePoint now = Clock::now();
     const bool due = (!delayed_.empty() && delayed_.begin()->first <= now) ||
                      (!held_.empty() && held_.begin()->first <= now) || !ready_.empty();
-    if (due || (plan_->rail_down && living_.size() > fenced_.size())) return Progress::runnable;
+    if (due || (plan_->rail_down && has_unfenced())) return Progress::runnable;
     const Progress inner = inner_->progress();
     return inner == Progress::idle && !(delayed_.empty() && held_.empty()) ? Progress::waiting : inner;
   }
@@ -118,22 +117,35 @@ class FaultPort final : public Port, private PortEvents {
     TimePoint next = inner_->next_wakeup();
     if (!delayed_.empty()) next = std::min(next, delayed_.begin()->first);
     if (!held_.empty()) next = std::min(next, held_.begin()->first);
-    if (!living_.empty()) next = std::min(next, Clock::now() + plan_check_interval);
+    if (!channels_.empty()) next = std::min(next, Clock::now() + plan_check_interval);
     return next;
   }
 
  private:
+  enum class ChannelState : std::uint8_t { connecting, up, fenced };
+
   struct InFlight {
     ChannelId channel = 0;
     bool corrupt = false;
     WorkItem item;
   };
 
+  bool is(ChannelId channel, ChannelState state) const {
+    const auto found = channels_.find(channel);
+    return found != channels_.end() && found->second == state;
+  }
+
+  bool has_unfenced() const {
+    return std::any_of(channels_.begin(), channels_.end(),
+                       [](const auto& channel) { return channel.second != ChannelState::fenced; });
+  }
+
   // ---- taking items
 
   bool take(ChannelId channel, const WorkItem& item, Duration delay) {
     // The wrapper's own queue must not make a channel look deeper than it is.
-    if (outstanding_[channel] >= inner_->limits().channel_items) return false;
+    const auto open_items = outstanding_.find(channel);
+    if (open_items != outstanding_.end() && open_items->second >= inner_->limits().channel_items) return false;
     const bool delay_it = delay > Duration::zero();
     if (take_one(plan_->fail_items)) {
       begin(channel, item, false);
@@ -170,8 +182,7 @@ class FaultPort final : public Port, private PortEvents {
       Completion& completion = buffer_[i];
       const InFlight& done = in_flight_.at(completion.cookie);
       if (done.corrupt && completion.status.is_ok()) corrupt(done.item);
-      const bool quiet = !living_.count(done.channel) || fenced_.count(done.channel);
-      if (hold > Duration::zero() && !quiet) {
+      if (hold > Duration::zero() && is(done.channel, ChannelState::up)) {
         held_.emplace(Clock::now() + hold, std::move(completion));
       } else {
         finish(std::move(completion));
@@ -189,7 +200,8 @@ class FaultPort final : public Port, private PortEvents {
 
   void finish(Completion completion) {
     const auto done = in_flight_.find(completion.cookie);
-    --outstanding_.at(done->second.channel);
+    const auto channel = outstanding_.find(done->second.channel);  // dead channels must leave nothing behind
+    if (--channel->second == 0) outstanding_.erase(channel);
     in_flight_.erase(done);
     ready_.push_back(std::move(completion));
   }
@@ -197,13 +209,13 @@ class FaultPort final : public Port, private PortEvents {
   // ---- ending channels
 
   void break_channels() {
-    const std::set<ChannelId> channels = living_;
-    for (const ChannelId channel : channels)
-      if (!fenced_.count(channel)) quieten(channel, rail_is_down());
+    for (const auto& [channel, state] : channels_)
+      if (state != ChannelState::fenced) quieten(channel, rail_is_down());
   }
 
   void quieten(ChannelId channel, const Status& why) {
-    if (living_.count(channel)) fenced_.insert(channel);
+    const auto found = channels_.find(channel);
+    if (found != channels_.end()) found->second = ChannelState::fenced;
     end_own_items(channel, why);
     inner_->fence(channel, why);
   }
@@ -230,10 +242,12 @@ class FaultPort final : public Port, private PortEvents {
 
   // ---- what the inner port says
 
-  void on_channel_up(ChannelId channel) override { events_.on_channel_up(channel); }
+  void on_channel_up(ChannelId channel) override {
+    if (is(channel, ChannelState::connecting)) channels_[channel] = ChannelState::up;
+    events_.on_channel_up(channel);
+  }
   void on_channel_down(ChannelId channel, const Status& why) override {
-    living_.erase(channel);
-    fenced_.erase(channel);
+    channels_.erase(channel);
     end_own_items(channel, why);
     events_.on_channel_down(channel, why);
   }
@@ -252,8 +266,7 @@ class FaultPort final : public Port, private PortEvents {
 
   std::shared_ptr<FaultPlan> plan_;
   PortEvents& events_;
-  std::set<ChannelId> living_;  ///< opened, and not reported down
-  std::set<ChannelId> fenced_;  ///< those of them whose end is under way
+  std::map<ChannelId, ChannelState> channels_;  ///< opened, and not reported down
   std::unordered_map<ChannelId, std::uint32_t> outstanding_;
   std::unordered_map<std::uint64_t, InFlight> in_flight_;  ///< by cookie
   std::multimap<TimePoint, Delayed> delayed_;              ///< not yet posted to the inner port
