@@ -40,7 +40,8 @@ Result<ControlListener> ControlListener::bind(zmq::context_t& context, const std
     listener.router_ = zmq::socket_t(context, ZMQ_ROUTER);
     zmq::socket_t& router = listener.router_;
     router.set(zmq::sockopt::linger, 0);
-    router.set(zmq::sockopt::ipv6, true);
+    // Only for such addresses: otherwise the bound address reads as an IPv4-mapped one.
+    router.set(zmq::sockopt::ipv6, address.find('[') != std::string::npos);
     router.set(zmq::sockopt::maxmsgsize, static_cast<std::int64_t>(max_control_bytes));
     router.set(zmq::sockopt::handshake_ivl, 5000);
     if (!keys.secret_key.empty()) {
@@ -121,7 +122,7 @@ void BootstrapActor::dial(const Dial& request) {
     Line line{zmq::socket_t(*context_, ZMQ_DEALER), request.endpoint};
     zmq::socket_t& dealer = line.dealer;
     dealer.set(zmq::sockopt::linger, 0);
-    dealer.set(zmq::sockopt::ipv6, true);
+    dealer.set(zmq::sockopt::ipv6, request.address.find('[') != std::string::npos);
     dealer.set(zmq::sockopt::sndhwm, static_cast<int>(dealer_queue));
     dealer.set(zmq::sockopt::maxmsgsize, static_cast<std::int64_t>(max_control_bytes));
     dealer.set(zmq::sockopt::reconnect_ivl, 50);

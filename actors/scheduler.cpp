@@ -91,7 +91,8 @@ void SchedulerActor::on_report(const RailReport& report) {
     ++rail.failures;
     if (!rail.cooling) {
       rail.cooling = true;
-      log(LogLevel::warning,
+      // Said once; that it stays down is no news.
+      log(rail.failures == 1 ? LogLevel::warning : LogLevel::debug,
           fmt::format("rail {} ({}) to peer '{}' is down, tried again in {} ms: {}", report.rail,
                       rail.plan.spec.transport, peer.record->name,
                       std::chrono::duration_cast<std::chrono::milliseconds>(rest).count(), report.why.to_string()));
