@@ -11,9 +11,9 @@
 namespace kvferry {
 
 struct TcpConfig {
-  int sockets = 4;                      ///< connections per rail, 1-64
-  std::uint64_t chunk_bytes = 1 << 20;  ///< most bytes of one request, 4 KiB - 64 MiB
-  int socket_buffer_bytes = 4 << 20;    ///< asked of the kernel; 0 leaves its own tuning
+  int sockets = 4;                        ///< connections per rail, 1-64
+  std::uint64_t chunk_bytes = 256 << 10;  ///< most bytes of one request, 4 KiB - 64 MiB; 8 are in flight per rail
+  int socket_buffer_bytes = 1 << 20;      ///< asked of the kernel; 0 leaves its own tuning
 };
 
 struct ShmConfig {

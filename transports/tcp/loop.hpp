@@ -48,11 +48,9 @@ class Loop {
   void schedule(Watched& watched);
   /// Keeps a closed object until no list of the loop can name it any more.
   void bury(std::unique_ptr<Watched> closed);
-  /// The stream that is likeliest to have something next: asked directly, which is cheaper than epoll.
-  void set_favourite(Watched* watched) noexcept {
-    favourite_hit_ = favourite_hit_ || favourite_ == watched;
-    favourite_ = watched;
-  }
+  /// `bytes` came from `watched`: it is likeliest to have something next, and will be asked directly,
+  /// which is cheaper than epoll.
+  void favour(Watched& watched, std::size_t bytes) noexcept;
 
   /// Collects events and runs everything that has work, each a bounded number of times.
   void turn();
@@ -69,8 +67,7 @@ class Loop {
 
   Fd epoll_;
   Watched* favourite_ = nullptr;
-  bool favourite_hit_ = false;
-  unsigned turns_since_collect_ = 0;
+  unsigned favoured_turns_ = 0;
   std::vector<Watched*> runnable_;
   std::vector<Watched*> running_;
   std::vector<std::unique_ptr<Watched>> buried_;

@@ -205,8 +205,8 @@ ssize_t Stream::read_parts(std::size_t& direct, std::size_t& asked) {
 }
 
 bool Stream::received(ssize_t count, std::size_t direct, std::size_t asked) {
-  loop_.set_favourite(this);
   const auto bytes = static_cast<std::size_t>(count);
+  loop_.favour(*this, bytes);
   const std::size_t placed = std::min(bytes, direct);
   in_.advance(placed);
   // A short read that reached the staging buffer emptied the socket. One that ended earlier may also
