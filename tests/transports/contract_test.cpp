@@ -6,6 +6,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <kvferry/transports/shm/options.hpp>
+#include <kvferry/transports/shm/shm_transport.hpp>
 #include <kvferry/transports/tcp/tcp_transport.hpp>
 
 #include "contract_fixture.hpp"
@@ -764,6 +766,8 @@ std::shared_ptr<Transport> small_tcp() {
 // Each transport adds itself here.
 const std::vector<ContractParam> transports_under_test{
     {"tcp", small_tcp},
+    {"shm", [] { return make_shm_transport({}); }},
+    {"shm_foreign", [] { return make_shm_transport({}, shm::Options{.map_regions = false}); }},
 };
 
 std::string name_of(const testing::TestParamInfo<ContractParam>& info) { return info.param.name; }

@@ -101,7 +101,7 @@ Status Channel::on_welcome(const WelcomePacket& packet, Fd page) {
   Result<ControlPage> attached = ControlPage::attach(std::move(page));
   if (!attached) return attached.status();
   page_ = std::move(*attached);
-  peer_ = PeerMemory::probe(socket_.get(), packet.nonce_address, packet.nonce, parts_.calls);
+  peer_ = PeerMemory::probe(socket_.get(), packet.nonce_address, packet.nonce, parts_.options.calls);
   if (!peer_.usable())
     log(LogLevel::warning,
         fmt::format("shm: only regions that the peer's engine allocated are shared with process {}: {}", peer_.pid(),

@@ -18,9 +18,9 @@ constexpr std::size_t completions_reserved = 4096;
 
 }  // namespace
 
-Result<std::unique_ptr<Port>> ShmPort::open(const ShmConfig& config, const ProcessMemoryCalls& calls,
-                                            const PortContext& context, PortEvents& events) {
-  std::unique_ptr<ShmPort> port(new ShmPort(config, calls, context, events));
+Result<std::unique_ptr<Port>> ShmPort::open(const ShmConfig& config, const Options& options, const PortContext& context,
+                                            PortEvents& events) {
+  std::unique_ptr<ShmPort> port(new ShmPort(config, options, context, events));
   if (Status status = port->start(); !status) return status;
   return std::unique_ptr<Port>(std::move(port));
 }
@@ -117,6 +117,9 @@ void ShmPort::collect_from_helpers() {
 void ShmPort::look_at_sockets() {
   until_look_ = polls_per_look;
   about_to_sleep_ = false;
+  const TimePoint now = Clock::now();
+  // First, so that what arrives now and is not accepted is offered again from a later poll only.
+  server_->tick(now);
   parts_.epoll.look([this](Watched what, std::uint32_t id, std::uint32_t events) {
     switch (what) {
       case Watched::listener:
@@ -136,8 +139,6 @@ void ShmPort::look_at_sockets() {
         break;
     }
   });
-  const TimePoint now = Clock::now();
-  server_->tick(now);
   if (connecting_ == 0) return;
   connecting_ = 0;
   for (const auto& [id, channel] : channels_) {

@@ -14,8 +14,8 @@ namespace kvferry::shm {
 
 class ShmPort final : public Port {
  public:
-  static Result<std::unique_ptr<Port>> open(const ShmConfig& config, const ProcessMemoryCalls& calls,
-                                            const PortContext& context, PortEvents& events);
+  static Result<std::unique_ptr<Port>> open(const ShmConfig& config, const Options& options, const PortContext& context,
+                                            PortEvents& events);
   ~ShmPort() override;
 
   PortLimits limits() const override;
@@ -32,8 +32,8 @@ class ShmPort final : public Port {
   void drop_session(SessionId session) override { server_->drop_session(session); }
 
  private:
-  ShmPort(const ShmConfig& config, const ProcessMemoryCalls& calls, const PortContext& context, PortEvents& events)
-      : parts_(config, calls, context, events) {}
+  ShmPort(const ShmConfig& config, const Options& options, const PortContext& context, PortEvents& events)
+      : parts_(config, options, context, events) {}
   Status start();
 
   Channel* find(ChannelId id);

@@ -8,18 +8,18 @@
 #include <kvferry/runtime/config.hpp>
 #include <kvferry/transports/shm/copy_pool.hpp>
 #include <kvferry/transports/shm/epoll_set.hpp>
-#include <kvferry/transports/shm/peer_memory.hpp>
+#include <kvferry/transports/shm/options.hpp>
 #include <kvferry/transports/shm/protocol.hpp>
 
 namespace kvferry::shm {
 
 struct PortParts {
-  PortParts(const ShmConfig& shm_config, const ProcessMemoryCalls& memory_calls, const PortContext& port_context,
+  PortParts(const ShmConfig& shm_config, const Options& port_options, const PortContext& port_context,
             PortEvents& port_events)
-      : config(shm_config), calls(memory_calls), context(port_context), events(port_events) {}
+      : config(shm_config), options(port_options), context(port_context), events(port_events) {}
 
   const ShmConfig config;
-  const ProcessMemoryCalls calls;
+  const Options options;
   const PortContext context;
   PortEvents& events;
   EpollSet epoll;

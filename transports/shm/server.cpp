@@ -87,7 +87,7 @@ void Server::on_listener() {
     auto connection = std::make_unique<Connection>();
     connection->id = next_id_++;
     connection->socket = std::move(socket);
-    connection->hello_by = Clock::now() + hello_limit;
+    connection->hello_by = Clock::now() + parts_.options.hello_limit;
     if (!parts_.epoll.add(connection->socket.get(), Watched::connection, connection->id, connection_events)) continue;
     ++strangers_;
     connections_.emplace(connection->id, std::move(connection));
@@ -272,7 +272,7 @@ Status Server::describe_region(RegionKey key, RegionReplyPacket& reply, Fd& memf
   if (region->access == Access::none) return {Errc::access_denied, "its owner gives it to no peer"};
   reply.size = region->size;
   reply.access = region->access;
-  if (region->memfd < 0) {
+  if (region->memfd < 0 || !parts_.options.map_regions) {
     reply.foreign = 1;
     reply.address = reinterpret_cast<std::uintptr_t>(region->data);
     return {};

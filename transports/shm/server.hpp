@@ -17,9 +17,8 @@
 
 namespace kvferry::shm {
 
-/// Most connections that have not shown a valid token yet, and how long each may take.
+/// Most connections that have not shown a valid token yet.
 inline constexpr std::size_t max_strangers = 256;
-inline constexpr Duration hello_limit = std::chrono::seconds(5);
 /// How long the end of a connection waits for the portion that its initiator may be copying.
 inline constexpr Duration quiet_limit = std::chrono::milliseconds(100);
 

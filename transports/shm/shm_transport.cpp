@@ -35,7 +35,7 @@ Status seal(const RegionRecord& region) {
 
 class ShmTransport final : public Transport {
  public:
-  ShmTransport(const ShmConfig& config, const shm::ProcessMemoryCalls& calls) : config_(config), calls_(calls) {}
+  ShmTransport(const ShmConfig& config, const shm::Options& options) : config_(config), options_(options) {}
 
   std::string_view name() const override { return "shm"; }
 
@@ -58,20 +58,22 @@ class ShmTransport final : public Transport {
   void unregister_region(const RegionRecord&) override {}
 
   Result<std::unique_ptr<Port>> open_port(const PortContext& context, PortEvents& events) override {
-    return shm::ShmPort::open(config_, calls_, context, events);
+    return shm::ShmPort::open(config_, options_, context, events);
   }
 
  private:
   const ShmConfig config_;
-  const shm::ProcessMemoryCalls calls_;
+  const shm::Options options_;
 };
 
 }  // namespace
 
-std::shared_ptr<Transport> make_shm_transport(const ShmConfig& config) { return make_shm_transport(config, {}); }
+std::shared_ptr<Transport> make_shm_transport(const ShmConfig& config) {
+  return make_shm_transport(config, shm::Options());
+}
 
-std::shared_ptr<Transport> make_shm_transport(const ShmConfig& config, const shm::ProcessMemoryCalls& calls) {
-  return std::make_shared<ShmTransport>(config, calls);
+std::shared_ptr<Transport> make_shm_transport(const ShmConfig& config, const shm::Options& options) {
+  return std::make_shared<ShmTransport>(config, options);
 }
 
 }  // namespace kvferry

@@ -32,12 +32,12 @@
 namespace kvferry {
 
 namespace shm {
-struct ProcessMemoryCalls;
+struct Options;
 }
 
 std::shared_ptr<Transport> make_shm_transport(const ShmConfig& config);
 
-/// The same with other system calls in place of process_vm_readv and process_vm_writev, for tests.
-std::shared_ptr<Transport> make_shm_transport(const ShmConfig& config, const shm::ProcessMemoryCalls& calls);
+/// The same with parts replaced, for tests.
+std::shared_ptr<Transport> make_shm_transport(const ShmConfig& config, const shm::Options& options);
 
 }  // namespace kvferry
