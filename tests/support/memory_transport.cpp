@@ -20,7 +20,8 @@ namespace kvferry::test {
 namespace {
 
 constexpr std::size_t items_per_poll = 64;
-constexpr Duration control_check_interval = std::chrono::milliseconds(1);
+// A control that changes and an engine that has room again ring no bell.
+constexpr Duration look_interval = std::chrono::milliseconds(1);
 
 class MemoryPort;
 
@@ -43,9 +44,10 @@ bool take_one(std::atomic<std::uint32_t>& count) {
   return false;
 }
 
-Status outside(std::string_view whose, std::uint64_t offset, std::uint64_t length, std::uint64_t size) {
-  return {Errc::out_of_bounds, fmt::format("the {} side of a slice, {} bytes at {}, leaves its region of {} bytes",
-                                           whose, length, offset, size)};
+Status outside(std::string_view side, const std::string& region, std::uint64_t offset, std::uint64_t length,
+               std::uint64_t size) {
+  return {Errc::out_of_bounds, fmt::format("a slice of {} bytes at {} leaves the {} region '{}' of {} bytes", length,
+                                           offset, side, region, size)};
 }
 
 // Something for another port's thread to do from inside its poll.
@@ -141,7 +143,8 @@ class MemoryPort final : public Port {
     drain_wakeups();
     give_up_on_late_channels();
     handle_events();
-    deliver_arrivals();
+    deliver_from(notifications_);
+    deliver_from(messages_);
     run_items();
     const std::lock_guard lock(hub().mutex);
     std::size_t count = 0;
@@ -155,13 +158,15 @@ class MemoryPort final : public Port {
   Progress progress() const override {
     const std::lock_guard lock(hub().mutex);
     const bool may_run = !queue_.empty() && (!control_->hold || control_->released > 0);
-    if (!inbox_.empty() || !arrivals_.empty() || !completions_.empty() || may_run) return Progress::runnable;
+    if (!inbox_.empty() || !notifications_.empty() || !messages_.empty() || !completions_.empty() || may_run)
+      return Progress::runnable;
     return items_.empty() && !connecting() ? Progress::idle : Progress::waiting;
   }
 
   TimePoint next_wakeup() const override {
     const std::lock_guard lock(hub().mutex);
-    TimePoint next = queue_.empty() ? TimePoint::max() : Clock::now() + control_check_interval;
+    const bool look_soon = !queue_.empty() || !notifications_.empty() || !messages_.empty();
+    TimePoint next = look_soon ? Clock::now() + look_interval : TimePoint::max();
     for (const auto& [number, channel] : channels_)
       if (!channel.up) next = std::min(next, channel.give_up);
     return next;
@@ -206,9 +211,13 @@ class MemoryPort final : public Port {
   }
 
   void notify(Event event) {
-    const bool arrival = event.kind == Event::Kind::notification || event.kind == Event::Kind::message;
-    (arrival ? arrivals_ : inbox_).push_back(std::move(event));
+    queue_for(event.kind).push_back(std::move(event));
     wake();
+  }
+
+  std::deque<Event>& queue_for(Event::Kind kind) {
+    if (kind == Event::Kind::notification) return notifications_;
+    return kind == Event::Kind::message ? messages_ : inbox_;
   }
 
   void finish(std::uint64_t cookie, Status status) {
@@ -238,8 +247,7 @@ class MemoryPort final : public Port {
 
   void forget_arrivals(const std::string& initiator, ChannelId channel) {
     const auto theirs = [&](const Event& event) { return event.from == initiator && event.channel == channel; };
-    std::erase_if(inbox_, theirs);
-    std::erase_if(arrivals_, theirs);
+    for (auto* events : {&inbox_, &notifications_, &messages_}) std::erase_if(*events, theirs);
   }
 
   /// A port is gone: both what was opened to it and what it opened to here.
@@ -251,8 +259,7 @@ class MemoryPort final : public Port {
       take_down(channel, {Errc::channel_error, fmt::format("the target's port '{}' was closed", address)});
     std::erase_if(sessions_, [&](const auto& session) { return session.first.first == address; });
     const auto theirs = [&](const Event& event) { return event.from == address; };
-    std::erase_if(inbox_, theirs);
-    std::erase_if(arrivals_, theirs);
+    for (auto* events : {&inbox_, &notifications_, &messages_}) std::erase_if(*events, theirs);
   }
 
   bool connecting() const {
@@ -283,13 +290,14 @@ class MemoryPort final : public Port {
     while (auto event = next_of(inbox_)) handle(*event);
   }
 
-  void deliver_arrivals() {
+  // Stops at the first one that finds no room, so that order is kept inside a kind.
+  void deliver_from(std::deque<Event>& arrivals) {
     for (std::size_t i = 0; i < items_per_poll; ++i) {
-      auto event = next_of(arrivals_);
+      auto event = next_of(arrivals);
       if (!event) return;
       if (deliver(*event)) continue;
       const std::lock_guard lock(hub().mutex);
-      if (sessions_.count({event->from, event->channel})) arrivals_.push_front(std::move(*event));
+      if (sessions_.count({event->from, event->channel})) arrivals.push_front(std::move(*event));
       return;
     }
   }
@@ -405,8 +413,9 @@ class MemoryPort final : public Port {
     Status status;
     work.slices.for_each([&](std::uint64_t local, std::uint64_t remote, std::uint64_t length) {
       if (!status) return;
-      if (!fits(local, length, work.local->size)) status = outside("local", local, length, work.local->size);
-      if (!fits(remote, length, region->size)) status = outside("remote", remote, length, region->size);
+      if (!fits(local, length, work.local->size))
+        status = outside("local", work.local->name, local, length, work.local->size);
+      if (!fits(remote, length, region->size)) status = outside("remote", region->name, remote, length, region->size);
     });
     if (!status) return status;
     work.slices.for_each([&](std::uint64_t local, std::uint64_t remote, std::uint64_t length) {
@@ -427,8 +436,9 @@ class MemoryPort final : public Port {
   int wake_fd_ = -1;
 
   // ---- guarded by the hub's lock
-  std::deque<Event> inbox_;                ///< what became of channels, and who wants one
-  std::deque<Event> arrivals_;             ///< notifications and messages, which the engine may put off
+  std::deque<Event> inbox_;          ///< what became of channels, and who wants one
+  std::deque<Event> notifications_;  ///< these and messages may find no room and wait
+  std::deque<Event> messages_;
   std::map<ChannelId, Channel> channels_;  ///< opened by this port
   ChannelId next_channel_ = 1;
   std::map<std::uint64_t, Item> items_;  ///< taken and not completed, by cookie
