@@ -5,6 +5,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # The number of cores, and at most one compiler for each 1.5 GiB of memory.
 jobs=$(awk -v cores="$(nproc)" '/MemAvailable/ { n = int($2 / 1572864); if (n < 1) n = 1; print (n < cores ? n : cores) }' /proc/meminfo)
 
+# The same file compiled in two build folders is compiled once: only the folder's name in the debug information differs.
+export CCACHE_NOHASHDIR=1
+
 say() { printf '\n== %s\n' "$*"; }
 die() {
   printf '%s: %s\n' "$(basename "$0")" "$*" >&2
