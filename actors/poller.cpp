@@ -87,6 +87,7 @@ void PollerActor::watch_descriptors() {
   auto fds = core_->wait_fds();
   fds.push_back(submissions_->wake_fd());
   for (const int fd : fds) {
+    if (fd < 0) continue;
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.fd = fd;
