@@ -142,7 +142,7 @@ struct Field {
 };
 
 template <class Member>
-Field number(std::string name, std::string variable, std::string unit, std::int64_t least, std::int64_t most,
+Field number(std::string name, std::string variable, const std::string& unit, std::int64_t least, std::int64_t most,
              Member member, std::string text) {
   const EngineConfig defaults;
   const std::string fallback = std::to_string(number_of(member(defaults)));
