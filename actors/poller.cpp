@@ -49,6 +49,8 @@ void PollerActor::act() {
   TimePoint last_active = Clock::now();
   while (!stopping_) {
     receive_some();
+    // Told to stop, it must not sleep once more.
+    if (stopping_) break;
     const TimePoint now = Clock::now();
     if (core_->step(now) == Progress::runnable) {
       last_active = now;
