@@ -540,6 +540,8 @@ Transfer Engine::Impl::submit(Op op, const Peer& peer, const Region& local, std:
   if (options.deadline < Duration::zero())
     return refused({Errc::invalid_argument, "a transfer's deadline can not be negative"});
   PeerRecord& record = *peer.record();
+  if (!remote && name.empty())
+    return refused({Errc::invalid_argument, "no remote region is given: name it, or use a handle from find_region()"});
   if (!remote) remote = record.find_region(name);
   if (remote) {
     if (Status status = check_slices(slices, *local.record(), *remote, op); !status.is_ok())
