@@ -66,6 +66,8 @@ ControlBody BootstrapService::reply(const FindRegionMessage& find, TimePoint now
 ControlBody BootstrapService::refuse(Errc code, std::string text) {
   parts_.metrics->handshakes_refused.fetch_add(1, std::memory_order_relaxed);
   log(LogLevel::info, fmt::format("refused a control message: {}", text));
+  // It may quote a name that is as long as a string can be, and must be readable itself.
+  if (text.size() > max_control_string) text.resize(max_control_string);
   return RefusedMessage{protocol_version, static_cast<std::uint32_t>(code), std::move(text)};
 }
 
@@ -77,8 +79,7 @@ void BootstrapService::expire_sessions(TimePoint limit) {
 
 void BootstrapService::end_session(std::uint64_t incarnation, const Status& why) {
   const auto peer = parts_.peers->find_life(incarnation);
-  if (!peer) return;
-  parts_.peers->close_session(incarnation);
+  if (!peer || !parts_.peers->close_session(incarnation)) return;
   parts_.drop_session(peer->slot, why);
 }
 

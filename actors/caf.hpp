@@ -82,6 +82,8 @@ struct SplitTransfer {
   RefPtr<TransferState> transfer;
   PeerPtr peer;
 };
+/// An ordinary message, so that the transfers in the mailbox before it are still dealt with.
+struct StopScheduler {};
 
 // ---- to an endpoint
 using ConnectPromise = std::shared_ptr<std::promise<Result<PeerPtr>>>;
@@ -99,7 +101,7 @@ struct ControlRefused {
 struct RailsChanged {
   std::uint32_t peer = 0;
   bool up = false;       ///< at least one rail is up
-  bool settled = false;  ///< every rail has been tried
+  bool settled = false;  ///< no rail that is still being tried would be better
   Status why;            ///< when none is up: the last error
 };
 struct SubmitSlowly {
@@ -163,6 +165,7 @@ CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::RailReport)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::ReopenRail)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::Orphan)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::SplitTransfer)
+CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::StopScheduler)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::ConnectRequest)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::ControlArrived)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::ControlRefused)

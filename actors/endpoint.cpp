@@ -12,6 +12,10 @@ namespace {
 // A lost peer is asked for signs of life this long, so that its return or its next life is noticed.
 constexpr auto lost_interest = std::chrono::minutes(5);
 
+// High numbers, so that they never meet those of handshakes.
+constexpr std::uint64_t first_question = std::uint64_t{1} << 32;
+bool is_question(std::uint64_t id) { return id >= first_question; }
+
 }  // namespace
 
 EndpointActor::EndpointActor(caf::actor_config& config, Parts parts)
@@ -33,9 +37,15 @@ caf::behavior EndpointActor::make_behavior() {
             if (expired.round != handshake_round_) return;
             const auto route = current_ ? current_->route() : nullptr;
             if (phase_ == Phase::connecting && route && !route->groups.empty()) return become_up();
-            if (phase_ == Phase::handshake || phase_ == Phase::connecting)
+            const auto limit = parts_.config->connect_timeout.count();
+            if (phase_ == Phase::handshake)
               on_refused({Errc::unreachable, fmt::format("no answer from {} within {} ms: is an engine running there?",
-                                                         parts_.address, parts_.config->connect_timeout.count())});
+                                                         parts_.address, limit)});
+            if (phase_ == Phase::connecting)
+              on_refused({Errc::unreachable,
+                          fmt::format("{} answers, but none of its data ports did within {} ms: does a firewall let "
+                                      "only the control port through?",
+                                      who(), limit)});
           },
           [this](ParkedExpired expired) {
             const auto found = parked_.find(expired.id);
@@ -81,7 +91,9 @@ void EndpointActor::connect(const ConnectRequest& request) {
     return;
   }
   waiters_.push_back(request.answer);
-  if (phase_ == Phase::idle || phase_ == Phase::lost || phase_ == Phase::closed) start_handshake();
+  if (phase_ == Phase::handshake || phase_ == Phase::connecting) return;
+  lost_since_ = {};
+  start_handshake();
 }
 
 void EndpointActor::start_handshake() {
@@ -101,11 +113,8 @@ void EndpointActor::on_welcome(const WelcomeMessage& welcome) {
     return on_refused(
         {Errc::version_mismatch, fmt::format("engine '{}' at {} speaks protocol version {}, this engine speaks {}",
                                              welcome.name, parts_.address, welcome.protocol, protocol_version)});
-  last_seen_ = Clock::now();
-  if (current_ && current_->incarnation != welcome.incarnation)
-    declare(PeerState::stale, Phase::handshake,
-            {Errc::stale_peer, fmt::format("peer '{}' at {} has restarted: connect again for a new handle",
-                                           current_->name, parts_.address)});
+  last_seen_ = clock().now();
+  if (current_ && current_->incarnation != welcome.incarnation) declare_stale(Phase::handshake);
   current_ = parts_.peers->find_or_add(welcome.name, welcome.incarnation);
   current_->set_address(parts_.address);
   for (const RemoteRegion& region : welcome.regions) current_->set_region(region);
@@ -141,6 +150,7 @@ std::vector<RailPlan> EndpointActor::plan_rails(const WelcomeMessage& welcome, s
       plan.group = static_cast<std::uint32_t>(i % parts_.config->pollers);
       plan.spec.tier = tier;
       plan.spec.transport = transport->name();
+      plan.spec.one_sided = transport->one_sided();
       ChannelSpec& channel = plan.spec.channel;
       channel.address = addresses[static_cast<std::size_t>(i) % addresses.size()];
       channel.host = welcome.data_host.empty() ? parts_.host : welcome.data_host;
@@ -158,11 +168,13 @@ std::vector<RailPlan> EndpointActor::plan_rails(const WelcomeMessage& welcome, s
 
 void EndpointActor::on_refused(const Status& why) {
   if (phase_ != Phase::handshake && phase_ != Phase::connecting) return;
-  log(LogLevel::warning, fmt::format("connecting to {} failed: {}", parts_.address, why.to_string()));
-  const bool half_open = phase_ == Phase::connecting;
-  phase_ = Phase::idle;
-  last_why_ = why;
-  if (half_open && current_) declare(PeerState::lost, Phase::lost, why);
+  // Nobody waits: an attempt of ours to find a lost peer again, which may be the hundredth.
+  log(waiters_.empty() ? LogLevel::debug : LogLevel::warning,
+      fmt::format("connecting to {} failed: {}", parts_.address, why.to_string()));
+  const PeerState state = current_ ? current_->state.load() : PeerState::inbound;
+  phase_ = state == PeerState::lost ? Phase::lost : Phase::idle;
+  if (state == PeerState::connecting || state == PeerState::up || state == PeerState::suspect)
+    leave(PeerState::lost, Phase::lost, why);
   fail_waiters(why);
   refuse_all_parked(why);
 }
@@ -188,7 +200,7 @@ void EndpointActor::on_rails(const RailsChanged& changed) {
   if (phase_ == Phase::connecting && changed.settled) return on_refused(changed.why);
   if (phase_ != Phase::up) return;
   phase_ = Phase::suspect;
-  suspect_since_ = Clock::now();
+  suspect_since_ = clock().now();
   current_->set_state(PeerState::suspect, {Errc::peer_lost, std::string(changed.why.text())});
   ask(0, PingMessage{parts_.incarnation});
   delayed_send(this, suspect_limit, HeartbeatTick{true});
@@ -196,19 +208,17 @@ void EndpointActor::on_rails(const RailsChanged& changed) {
 
 void EndpointActor::become_up() {
   phase_ = Phase::up;
+  lost_since_ = {};
   current_->set_state(PeerState::up);
   answer_waiters();
   review_parked();
 }
 
 void EndpointActor::on_pong(const PongMessage& pong) {
-  if (!current_ || phase_ == Phase::handshake) return;
-  last_seen_ = Clock::now();
+  if (!current_ || phase_ == Phase::handshake || phase_ == Phase::idle || phase_ == Phase::closed) return;
+  last_seen_ = clock().now();
   if (pong.incarnation != current_->incarnation) {
-    declare(PeerState::stale, Phase::idle,
-            {Errc::stale_peer, fmt::format("peer '{}' at {} has restarted: connect again for a new handle",
-                                           current_->name, parts_.address)});
-    refuse_all_parked(current_->reason());
+    declare_stale(Phase::idle);
     if (!waiters_.empty()) start_handshake();
     return;
   }
@@ -217,15 +227,16 @@ void EndpointActor::on_pong(const PongMessage& pong) {
 }
 
 void EndpointActor::tick() {
-  const TimePoint now = Clock::now();
-  if (phase_ == Phase::up && now - last_seen_ > parts_.config->peer_timeout)
+  const TimePoint now = clock().now();
+  if (phase_ == Phase::suspect && now - suspect_since_ >= suspect_limit && last_seen_ < suspect_since_)
+    declare(PeerState::lost, Phase::lost,
+            {Errc::peer_lost, fmt::format("{}: {}, and it does not answer", who(), current_->reason().text())});
+  if ((phase_ == Phase::up || phase_ == Phase::suspect) && now - last_seen_ > parts_.config->peer_timeout)
     declare(PeerState::lost, Phase::lost,
             {Errc::peer_lost,
              fmt::format("{} has not answered for {} ms", who(),
                          std::chrono::duration_cast<std::chrono::milliseconds>(now - last_seen_).count())});
-  if (phase_ == Phase::suspect && now - suspect_since_ >= suspect_limit && last_seen_ < suspect_since_)
-    declare(PeerState::lost, Phase::lost,
-            {Errc::peer_lost, fmt::format("{}: {}, and it does not answer", who(), current_->reason().text())});
+  drop_cancelled();
   const bool interested = phase_ == Phase::up || phase_ == Phase::suspect || phase_ == Phase::connecting ||
                           phase_ == Phase::handshake || (phase_ == Phase::lost && now - lost_since_ < lost_interest);
   if (interested && phase_ != Phase::handshake) ask(0, PingMessage{parts_.incarnation});
@@ -233,19 +244,33 @@ void EndpointActor::tick() {
 
 void EndpointActor::declare(PeerState state, Phase phase, const Status& why) {
   log(LogLevel::warning, why.to_string());
+  leave(state, phase, why);
+}
+
+void EndpointActor::declare_stale(Phase phase) {
+  const Status why(Errc::stale_peer, fmt::format("peer '{}' at {} has restarted: connect again for a new handle",
+                                                 current_->name, parts_.address));
+  declare(PeerState::stale, phase, why);
+  refuse_all_parked(why);
+}
+
+void EndpointActor::leave(PeerState state, Phase phase, const Status& why) {
   current_->set_state(state, why);
   phase_ = phase;
-  lost_since_ = Clock::now();
+  // Failed attempts to find it again do not renew our interest, or that would never end.
+  if (lost_since_ == TimePoint{}) lost_since_ = clock().now();
   send(parts_.scheduler, RemovePeer{current_->slot, why});
-  review_parked();
+  // Answers may have been lost with the connection: what waits is asked for again once it is back.
+  for (auto& [id, parked] : parked_) parked.question = 0;
 }
 
 void EndpointActor::disconnect(const Disconnect& request) {
   if (!current_ || request.peer != current_) return;
-  declare(PeerState::closed, Phase::closed,
-          {Errc::cancelled, fmt::format("{} was disconnected by this engine", who())});
+  const Status why(Errc::cancelled, fmt::format("{} was disconnected by this engine", who()));
+  leave(PeerState::closed, Phase::closed, why);
   ask(0, ByeMessage{parts_.incarnation});
-  refuse_all_parked(current_->reason());
+  fail_waiters(why);
+  refuse_all_parked(why);
   parts_.peers->remove(current_->slot);
 }
 
@@ -260,30 +285,29 @@ void EndpointActor::submit(const SubmitSlowly& request) {
     return parts_.launch(request.transfer, *request.peer);
   if (phase_ == Phase::up || phase_ == Phase::suspect) {
     ask_for_region(parked);
-    return park(std::move(parked), request.transfer->deadline() - Clock::now());
+    return park(std::move(parked), request.transfer->deadline() - clock().now());
   }
   // Lost, or shaking hands: its next sign of life decides, within the limit.
   if (phase_ == Phase::lost) ask(0, PingMessage{parts_.incarnation});
-  park(std::move(parked), std::min<Duration>(request.transfer->deadline() - Clock::now(), suspect_limit));
+  park(std::move(parked), std::min<Duration>(request.transfer->deadline() - clock().now(), suspect_limit));
 }
 
 void EndpointActor::find_region(const FindRegion& request) {
   Parked parked{request.peer, {}, request.answer, request.name, 0};
-  if (request.peer != current_ || (phase_ != Phase::up && phase_ != Phase::suspect))
+  if (request.peer != current_ || phase_ == Phase::idle || phase_ == Phase::lost || phase_ == Phase::closed)
     return refuse(parked, request.peer->refusal());
-  ask_for_region(parked);
+  if (phase_ == Phase::up || phase_ == Phase::suspect) ask_for_region(parked);
   park(std::move(parked), parts_.config->connect_timeout);
 }
 
 void EndpointActor::park(Parked parked, Duration limit) {
   const std::uint64_t id = next_parked_++;
   parked_.emplace(id, std::move(parked));
-  delayed_send(this, std::max<Duration>(limit, Duration::zero()), ParkedExpired{id});
+  delayed_send(this, std::clamp<Duration>(limit, Duration::zero(), longest_wait), ParkedExpired{id});
 }
 
 void EndpointActor::ask_for_region(Parked& parked) {
-  // High numbers, so that they never meet those of handshakes.
-  parked.question = (std::uint64_t{1} << 32) + next_question_++;
+  parked.question = first_question + next_question_++;
   ask(parked.question, FindRegionMessage{parts_.incarnation, parked.region});
 }
 
@@ -291,10 +315,10 @@ void EndpointActor::on_region(std::uint64_t question, const RegionMessage& messa
   const auto found = std::find_if(parked_.begin(), parked_.end(),
                                   [&](const auto& entry) { return entry.second.question == question; });
   if (found == parked_.end()) return;
-  last_seen_ = Clock::now();
+  last_seen_ = clock().now();
   Parked parked = std::move(found->second);
   parked_.erase(found);
-  if (!message.found)
+  if (!message.found || message.region.name != parked.region)
     return refuse(parked, {Errc::unknown_region, fmt::format("{} has no region '{}'", who(), parked.region)});
   parked.peer->set_region(message.region);
   resolve(parked, parked.peer->find_region(message.region.name));
@@ -335,6 +359,20 @@ void EndpointActor::review_parked() {
   }
 }
 
+void EndpointActor::drop_cancelled() {
+  for (auto place = parked_.begin(); place != parked_.end();) {
+    Parked& parked = place->second;
+    if (!parked.transfer || !parked.transfer->cancel_requested()) {
+      ++place;
+      continue;
+    }
+    const RefPtr<TransferState> transfer = parked.transfer;
+    place = parked_.erase(place);
+    transfer->complete({Errc::cancelled, fmt::format("{} with {} was cancelled by its caller before it began",
+                                                     to_string(transfer->op()), who())});
+  }
+}
+
 void EndpointActor::refuse_all_parked(const Status& why) {
   for (auto& [id, parked] : std::exchange(parked_, {})) refuse(parked, why);
 }
@@ -349,14 +387,14 @@ void EndpointActor::on_control(const ControlMessage& message) {
                           ? static_cast<Errc>(refused->code)
                           : Errc::internal;
     const Status why = Status(code, refused->text).with_context(fmt::format("refused by {}", parts_.address));
-    if (message.id >> 32)
+    if (is_question(message.id))
       on_region_refused(message.id, why);
-    else
+    else if (message.id == handshake_round_ || message.id == 0)  // 0: it could not even read our number
       on_refused(why);
   } else if (const auto* pong = std::get_if<PongMessage>(&message.body)) {
     on_pong(*pong);
   } else if (const auto* region = std::get_if<RegionMessage>(&message.body)) {
-    on_region(message.id, *region);
+    if (is_question(message.id)) on_region(message.id, *region);
   }
 }
 

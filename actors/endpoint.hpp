@@ -63,7 +63,11 @@ class EndpointActor final : public caf::event_based_actor {
   void become_up();
   void on_pong(const PongMessage& pong);
   void tick();
+  /// Says it, then leaves.
   void declare(PeerState state, Phase phase, const Status& why);
+  void declare_stale(Phase phase);
+  /// Gives the peer's rails up.
+  void leave(PeerState state, Phase phase, const Status& why);
   void disconnect(const Disconnect& request);
 
   // ---- slow work
@@ -76,6 +80,7 @@ class EndpointActor final : public caf::event_based_actor {
   void resolve(Parked& parked, const std::shared_ptr<const RemoteRegion>& region);
   void refuse(Parked& parked, const Status& why);
   void review_parked();
+  void drop_cancelled();
   void refuse_all_parked(const Status& why);
 
   void on_control(const ControlMessage& message);
@@ -86,13 +91,12 @@ class EndpointActor final : public caf::event_based_actor {
   Phase phase_ = Phase::idle;
   bool dialled_ = false;
   PeerPtr current_;
-  Status last_why_;
   std::vector<ConnectPromise> waiters_;
   std::uint64_t handshake_round_ = 0;
   std::uint64_t next_question_ = 1;
   TimePoint last_seen_{};
   TimePoint suspect_since_{};
-  TimePoint lost_since_{};
+  TimePoint lost_since_{};  ///< the first loss since it was up; zero while there was none
   bool ticking_ = false;
   std::uint64_t next_parked_ = 1;
   std::map<std::uint64_t, Parked> parked_;

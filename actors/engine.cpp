@@ -114,6 +114,15 @@ Status check_slices(std::span<const Slice> slices, const RegionRecord& local, co
   return {};
 }
 
+// About how long one core copies these slices: waiting that long by spinning saves the wake-up.
+Duration copy_time(std::span<const Slice> slices) {
+  constexpr std::uint64_t bytes_per_microsecond = 8000;
+  constexpr std::chrono::microseconds longest(200);
+  std::uint64_t bytes = 0;
+  for (const Slice& slice : slices) bytes += slice.length;
+  return std::chrono::microseconds(std::min<std::uint64_t>(bytes / bytes_per_microsecond, longest.count()));
+}
+
 std::vector<std::shared_ptr<Transport>> built_in_transports(const EngineConfig& config) {
   std::vector<std::string> names = config.transports;
   if (names.empty()) {
@@ -215,6 +224,7 @@ class Engine::Impl {
   caf::actor scheduler_;
   caf::actor bootstrap_;
   std::vector<Group> groups_;
+  std::shared_ptr<TransferOwner> owner_;  ///< of transfers: reaches every group
   std::mutex endpoints_mutex_;
   std::map<std::string, caf::actor> endpoints_;
   std::uint64_t next_line_ = 1;
@@ -262,6 +272,7 @@ void Engine::Impl::start_system() {
 
 Status Engine::Impl::start_groups(const std::string& listen_host, std::vector<PortAdvert>& adverts) {
   SetGroups set;
+  std::vector<std::shared_ptr<Submissions>> submissions;
   std::vector<std::unique_ptr<PollerCore>> cores;
   for (int i = 0; i < config_.pollers; ++i) {
     Group group;
@@ -290,8 +301,11 @@ Status Engine::Impl::start_groups(const std::string& listen_host, std::vector<Po
     }
     for (auto& advert : core->adverts()) adverts.push_back(std::move(advert));
     cores.push_back(std::move(core));
+    submissions.push_back(group.submissions);
     groups_.push_back(std::move(group));
   }
+  owner_ = submissions.size() == 1 ? std::static_pointer_cast<TransferOwner>(submissions.front())
+                                   : std::make_shared<SharedOwner>(std::move(submissions));
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     groups_[i].actor = system_->spawn<PollerActor, caf::detached>(std::move(cores[i]), groups_[i].submissions,
                                                                   Duration(config_.poll_spin));
@@ -354,7 +368,7 @@ void Engine::Impl::stop() {
       group.actor = nullptr;
     }
     if (scheduler_) {
-      caf::anon_send_exit(scheduler_, caf::exit_reason::user_shutdown);
+      caf::anon_send(scheduler_, StopScheduler{});
       self->wait_for(scheduler_);
       scheduler_ = nullptr;
     }
@@ -523,7 +537,7 @@ TransferState::Request Engine::Impl::request(Op op, const TransferOptions& optio
   const Duration limit = options.deadline > Duration::zero() ? options.deadline : Duration(config_.transfer_timeout);
   const TimePoint now = Clock::now();
   request.deadline = limit < TimePoint::max() - now ? now + limit : TimePoint::max();
-  request.owner = groups_.front().submissions;
+  request.owner = owner_;
   request.wait_spin = config_.wait_spin;
   return request;
 }
@@ -552,6 +566,10 @@ Transfer Engine::Impl::submit(Op op, const Peer& peer, const Region& local, std:
   wanted.remote = remote;
   wanted.slices = slices;
   wanted.immediate = immediate;
+  if (record.one_sided.load(std::memory_order_relaxed)) {
+    wanted.wait_spin += copy_time(slices);
+    wanted.wait_yields = false;
+  }
   const bool large = config_.pollers > 1 && op != Op::write_imm;
   if (large) {
     std::uint64_t bytes = 0;
@@ -601,7 +619,16 @@ Transfer Engine::Impl::hand_over(RefPtr<TransferState> state, const Peer& peer, 
     state->complete({});
     return handle;
   }
-  if (region.empty() && record.state.load(std::memory_order_acquire) == PeerState::up) {
+  const PeerState peer_state = record.state.load(std::memory_order_acquire);
+  if (state->op() == Op::send) {
+    // Never by way of the endpoint: what comes straight after it, once the peer is up, would overtake it.
+    if (peer_state == PeerState::up || peer_state == PeerState::suspect || peer_state == PeerState::connecting)
+      launch(std::move(state), record);
+    else
+      state->complete(record.refusal());
+    return handle;
+  }
+  if (region.empty() && peer_state == PeerState::up) {
     launch(std::move(state), record);
     return handle;
   }
@@ -623,20 +650,23 @@ void Engine::Impl::launch(RefPtr<TransferState> state, PeerRecord& peer) {
     }
   }
   if (dynamic_cast<SplitOwner*>(state->owner().get())) {
-    caf::anon_send(scheduler_, SplitTransfer{std::move(state), peers_.find_slot(peer.slot)});
+    if (auto record = peers_.find_slot(peer.slot))
+      caf::anon_send(scheduler_, SplitTransfer{std::move(state), std::move(record)});
+    else
+      state->complete(peer.refusal());
     return;
   }
-  state->backlog = state->bytes();
+  // Bytes in flight matter only where there is a choice between groups.
+  if (groups_.size() > 1) state->backlog = state->bytes();
   std::uint32_t group = 0;
+  // Messages always take group 0, which has rails of every transport: in two groups at once they could
+  // overtake each other, and the peer takes an overtaken one for a duplicate.
   if (groups_.size() > 1 && state->op() != Op::send) group = pick_group(peer).value_or(0);
-  // All messages of a peer take one way, so that they stay in order.
-  if (state->op() == Op::send)
-    if (const auto route = peer.route(); route && !route->groups.empty()) group = route->groups.front();
   push(std::move(state), peer, group);
 }
 
 void Engine::Impl::push(RefPtr<TransferState> state, PeerRecord& peer, std::uint32_t group) {
-  peer.backlog[group].fetch_add(state->backlog, std::memory_order_relaxed);
+  if (state->backlog > 0) peer.backlog[group].fetch_add(state->backlog, std::memory_order_relaxed);
   if (!groups_[group].submissions->push(state)) state->complete(shutting_down());
 }
 

@@ -54,7 +54,7 @@ bool NotificationQueue::push(Notification notification) {
 
 std::optional<Notification> NotificationQueue::pop(Duration limit) {
   std::unique_lock lock(mutex_);
-  arrived_.wait_for(lock, limit, [&] { return closed_ || !queue_.empty(); });
+  arrived_.wait_for(lock, std::min<Duration>(limit, longest_wait), [&] { return closed_ || !queue_.empty(); });
   if (queue_.empty()) return std::nullopt;
   Notification first = std::move(queue_.front());
   queue_.pop_front();

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <bitset>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +18,9 @@
 #include <kvferry/runtime/transfer.hpp>
 
 namespace kvferry {
+
+/// Waits are cut to this, since the sum of now and the longest Duration overflows.
+inline constexpr Duration longest_wait = std::chrono::hours(24 * 365);
 
 /// Remembers which of the latest sequence numbers were seen, so that a retry on another rail is
 /// applied once. Numbers may arrive in any order within the window.

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <utility>
@@ -140,6 +141,7 @@ std::shared_ptr<PeerRecord> PeerTable::find_or_add(const std::string& name, std:
   auto& record = by_life_[incarnation];
   if (!record) {
     record = std::make_shared<PeerRecord>(next_slot_++, own_, name, incarnation);
+    record->next_message.store(first_message_, std::memory_order_relaxed);
     by_slot_[record->slot] = record;
   }
   return record;
@@ -180,12 +182,13 @@ bool PeerTable::touch_session(std::uint64_t incarnation, TimePoint now) {
   return true;
 }
 
-void PeerTable::close_session(std::uint64_t incarnation) {
+bool PeerTable::close_session(std::uint64_t incarnation) {
   const std::lock_guard lock(mutex_);
   const auto found = sessions_.find(incarnation);
-  if (found == sessions_.end()) return;
+  if (found == sessions_.end()) return false;
   tokens_.erase(found->second.token);
   sessions_.erase(found);
+  return true;
 }
 
 std::vector<std::shared_ptr<PeerRecord>> PeerTable::silent_sessions(TimePoint limit) const {
@@ -206,7 +209,7 @@ std::optional<SessionId> PeerTable::authorize(const Token& token) const {
 std::shared_ptr<PeerRecord> PeerTable::wait_for_session(const std::string& name, Duration limit) const {
   std::unique_lock lock(mutex_);
   std::shared_ptr<PeerRecord> newest;
-  changed_.wait_for(lock, limit, [&] {
+  changed_.wait_for(lock, std::min<Duration>(limit, longest_wait), [&] {
     std::uint64_t order = 0;
     for (const auto& [life, session] : sessions_)
       if (session.peer->name == name && session.order > order) newest = session.peer, order = session.order;
@@ -229,6 +232,7 @@ void PeerTable::remove(std::uint32_t slot) {
   if (found == by_slot_.end()) return;
   const std::uint64_t life = found->second->incarnation;
   if (sessions_.contains(life)) return;
+  first_message_ = std::max(first_message_, found->second->next_message.load(std::memory_order_relaxed));
   by_life_.erase(life);
   by_slot_.erase(found);
 }

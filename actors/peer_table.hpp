@@ -49,6 +49,8 @@ struct PeerRecord {
   const std::uint64_t incarnation;
 
   std::atomic<PeerState> state{PeerState::inbound};
+  /// The initiator's CPU alone carries transfers out (Transport::one_sided): waiting may spin longer.
+  std::atomic<bool> one_sided{false};
   /// Bytes handed to each group and not yet ended: callers pick the emptiest.
   std::array<std::atomic<std::uint64_t>, max_groups> backlog{};
   std::atomic<std::uint64_t> next_message{1};
@@ -97,7 +99,8 @@ class PeerTable {
   Token open_session(const std::shared_ptr<PeerRecord>& peer, TimePoint now);
   /// Notes a sign of life; false when there is no such session.
   bool touch_session(std::uint64_t incarnation, TimePoint now);
-  void close_session(std::uint64_t incarnation);
+  /// False when there was none.
+  bool close_session(std::uint64_t incarnation);
   /// Sessions silent since before `limit`.
   std::vector<std::shared_ptr<PeerRecord>> silent_sessions(TimePoint limit) const;
   std::optional<SessionId> authorize(const Token& token) const;
@@ -126,6 +129,8 @@ class PeerTable {
   bool closed_ = false;
   std::uint32_t next_slot_ = 1;
   std::uint64_t next_order_ = 1;
+  /// Where a new record numbers its messages from: the peer may remember what a former record sent it.
+  std::uint64_t first_message_ = 1;
   std::unordered_map<std::uint32_t, std::shared_ptr<PeerRecord>> by_slot_;
   std::unordered_map<std::uint64_t, std::shared_ptr<PeerRecord>> by_life_;
   std::unordered_map<std::uint64_t, Session> sessions_;

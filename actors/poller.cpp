@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -19,6 +20,7 @@ namespace kvferry {
 namespace {
 
 constexpr int messages_per_round = 16;
+constexpr auto pure_spin = std::chrono::microseconds(5);
 // Ending an engine takes at most a second; fences have ended everything well before.
 constexpr auto drain_limit = std::chrono::milliseconds(800);
 
@@ -57,7 +59,12 @@ void PollerActor::act() {
       continue;
     }
     if (now - last_active < spin_) {
-      relax();
+      // Past the first moments another thread may need this core more, perhaps the very peer that is
+      // to answer.
+      if (now - last_active < pure_spin)
+        relax();
+      else
+        ::sched_yield();
       continue;
     }
     sleep_until(core_->next_wakeup());

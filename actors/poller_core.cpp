@@ -152,10 +152,10 @@ void PollerCore::take_submissions() {
     made_progress_ = true;
   }
   for (const auto& transfer : parts_.submissions->take_cancelled()) {
-    if (transfer->done() || !transfer->owner_data) continue;
+    // Every poller is told of a cancel, one of them has the transfer; or none yet, then accept() sees it.
+    if (transfer->carrier.load(std::memory_order_relaxed) != this) continue;
     Job& job = *static_cast<Job*>(transfer->owner_data);
-    begin_end(job, {Errc::cancelled, fmt::format("{} was cancelled by its caller", describe(job))},
-              parts_.config->drain_grace);
+    begin_end(job, cancelled(job), parts_.config->drain_grace);
     made_progress_ = true;
   }
 }
@@ -165,6 +165,12 @@ void PollerCore::accept(RefPtr<TransferState> transfer) {
   Job& job = *new_job(std::move(transfer), lane);
   if (!stopped_.is_ok()) return finish(job, stopped_);
   if (!lane.closed.is_ok()) return finish(job, lane.closed);
+  if (job.transfer->cancel_requested()) return finish(job, cancelled(job));
+  // A push that was under way when its peer was given up comes after its lane has ended. The state was
+  // set before, so a fresh lane without rails tells.
+  const PeerState state = lane.record->state.load(std::memory_order_acquire);
+  if (lane.rails.empty() && (state == PeerState::lost || state == PeerState::stale || state == PeerState::closed))
+    return finish(job, lane.record->refusal());
   const RegionRecord* local = job.transfer->local();
   // Between submission and now the region may have been withdrawn.
   if (local && parts_.regions->find(local->key) != local)
@@ -177,9 +183,26 @@ void PollerCore::accept(RefPtr<TransferState> transfer) {
   } else {
     for (const auto& [region, bits] : lane.impossible)
       if (region == job.transfer->remote()->key) job.excluded |= bits;
+    if (post_at_once(lane, job)) return;
     enqueue(job);
   }
   lane.dirty = any_dirty_ = true;
+}
+
+// The common case spares the queue: nobody is ahead, and one item is all there is.
+bool PollerCore::post_at_once(Lane& lane, Job& job) {
+  for (const auto& queue : lane.queues)
+    if (!queue.empty()) return false;
+  bool hopeless = false;
+  Rail* rail = pick_rail(lane, job, hopeless);
+  if (!rail) return false;
+  Chunk* chunk = next_chunk(job, rail->port->limits);
+  if (!chunk) return false;
+  if (!post(*rail, *chunk)) {
+    job.waiting.push_back(chunk);
+    return false;
+  }
+  return job.cursor.at_end();
 }
 
 void PollerCore::accept_receive(Job& job) {
@@ -304,6 +327,7 @@ bool PollerCore::post(Rail& rail, Chunk& chunk) {
   }
   chunk.rail = &rail;
   chunk.posted = now_;
+  chunk.post_number = ++last_post_;
   job.in_flight.push_back(&chunk);
   ++job.outstanding;
   ++rail.items;
@@ -486,7 +510,12 @@ void PollerCore::settle(Chunk& chunk, const Status& status) {
 void PollerCore::retry(Chunk& chunk, const Status& status) {
   Job& job = *chunk.job;
   job.last_error = status;
-  if (++job.failures > max_failures) {
+  // A channel that breaks fails all that it carried at once: one failure, however many items.
+  if (chunk.post_number > job.failures_until) {
+    ++job.failures;
+    job.failures_until = last_post_;
+  }
+  if (job.failures > max_failures) {
     const Status final = status.with_context(fmt::format("{} failed {} times, last", describe(job), job.failures));
     free_chunk(chunk);
     return begin_end(job, final, parts_.config->drain_grace);
@@ -549,7 +578,8 @@ void PollerCore::finish(Job& job, Status status) {
   const RefPtr<TransferState> transfer = job.transfer;
   const auto latency = std::chrono::duration_cast<std::chrono::nanoseconds>(now_ - transfer->submitted_at).count();
   if (job.transfer->op() == Op::recv && std::erase(job.lane->receives, &job) > 0) --receives_;
-  if (job.lane->record) job.lane->record->backlog[parts_.group].fetch_sub(transfer->backlog, std::memory_order_relaxed);
+  if (transfer->backlog > 0 && job.lane->record)
+    job.lane->record->backlog[parts_.group].fetch_sub(transfer->backlog, std::memory_order_relaxed);
   MetricCounters& metrics = *parts_.metrics;
   if (status.is_ok()) {
     metrics.transfers_ok.fetch_add(1, std::memory_order_relaxed);
@@ -560,7 +590,6 @@ void PollerCore::finish(Job& job, Status status) {
     metrics.transfers_failed.fetch_add(1, std::memory_order_relaxed);
   }
   free_job(job);
-  transfer->owner_data = nullptr;
   transfer->complete(std::move(status));
 }
 
@@ -574,7 +603,11 @@ void PollerCore::orphan(Job& job, const Status& why) {
     return;
   }
   const Status named = why.with_context(describe(job));
-  if (!another_group_is_up(*job.lane) || why == Errc::no_path) {
+  const auto& rails = job.lane->rails;
+  const bool ruled_out = !rails.empty() && std::all_of(rails.begin(), rails.end(), [&](const auto& rail) {
+    return (job.excluded & rail->port_bit) != 0;
+  });
+  if (ruled_out || !another_group_is_up(*job.lane)) {
     const Status final = named == Errc::channel_error ? Status(Errc::no_path, std::string(named.text())) : named;
     return begin_end(job, final, parts_.config->drain_grace);
   }
@@ -585,9 +618,9 @@ void PollerCore::orphan(Job& job, const Status& why) {
     job.waiting.remove(chunk);
     free_chunk(*chunk);
   }
-  if (job.lane->record) job.lane->record->backlog[parts_.group].fetch_sub(transfer->backlog, std::memory_order_relaxed);
+  if (transfer->backlog > 0 && job.lane->record)
+    job.lane->record->backlog[parts_.group].fetch_sub(transfer->backlog, std::memory_order_relaxed);
   free_job(job);
-  transfer->owner_data = nullptr;
   parts_.events->orphaned(std::move(transfer), named);
 }
 
@@ -776,6 +809,10 @@ std::string PollerCore::describe(const Job& job) const {
   return text;
 }
 
+Status PollerCore::cancelled(const Job& job) const {
+  return {Errc::cancelled, fmt::format("{} was cancelled by its caller", describe(job))};
+}
+
 // ---------------------------------------------------------------- bookkeeping
 
 PollerCore::Job* PollerCore::new_job(RefPtr<TransferState> transfer, Lane& lane) {
@@ -784,6 +821,7 @@ PollerCore::Job* PollerCore::new_job(RefPtr<TransferState> transfer, Lane& lane)
   free_jobs_.pop_back();
   job->cursor = SliceCursor(transfer->slices());
   transfer->owner_data = job;
+  transfer->carrier.store(this, std::memory_order_relaxed);
   job->transfer = std::move(transfer);
   job->lane = &lane;
   job->order = next_order_++;
@@ -802,6 +840,8 @@ void PollerCore::free_job(Job& job) {
   (job.previous ? job.previous->next : active_) = job.next;
   if (job.next) job.next->previous = job.previous;
   --active_count_;
+  job.transfer->owner_data = nullptr;
+  job.transfer->carrier.store(nullptr, std::memory_order_relaxed);
   job = Job{};
   free_jobs_.push_back(&job);
 }

@@ -28,6 +28,7 @@ struct RailSpec {
   std::uint32_t rail = 0;  ///< the scheduler's number
   std::uint32_t tier = 0;  ///< lower is used first; rails of one tier share the load
   std::string transport;
+  bool one_sided = false;  ///< Transport::one_sided
   ChannelSpec channel;
 };
 
@@ -103,6 +104,7 @@ class PollerCore {
     std::uint32_t use = 0;  ///< distinguishes successive uses in cookies
     std::uint64_t sequence = 0;
     std::uint64_t bytes = 0;
+    std::uint64_t post_number = 0;  ///< counts posts of this poller
     TimePoint posted{};
   };
 
@@ -125,6 +127,7 @@ class PollerCore {
     ChunkList waiting;
     std::uint32_t outstanding = 0;
     std::uint32_t failures = 0;
+    std::uint64_t failures_until = 0;  ///< last post when a failure was counted last
     std::uint32_t excluded = 0;  ///< bit per port that can not carry it
     std::uint64_t done_bytes = 0;
     std::uint64_t order = 0;
@@ -187,6 +190,7 @@ class PollerCore {
   void take_submissions();
   void accept(RefPtr<TransferState> transfer);
   void accept_receive(Job& job);
+  bool post_at_once(Lane& lane, Job& job);
   Lane& lane_of(std::uint32_t peer);
 
   // ---- posting
@@ -224,6 +228,7 @@ class PollerCore {
   void fence_overdue();
   void work_on_releases();
   std::string describe(const Job& job) const;
+  Status cancelled(const Job& job) const;
 
   // ---- bookkeeping
   Job* new_job(RefPtr<TransferState> transfer, Lane& lane);
@@ -252,6 +257,7 @@ class PollerCore {
   std::size_t receives_ = 0;
   std::uint64_t next_order_ = 1;
   std::uint64_t next_sequence_ = 1;
+  std::uint64_t last_post_ = 0;
   TimePoint earliest_deadline_ = TimePoint::max();
   TimePoint earliest_fence_ = TimePoint::max();
   TimePoint retry_at_ = TimePoint::max();

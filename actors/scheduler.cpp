@@ -27,7 +27,8 @@ caf::behavior SchedulerActor::make_behavior() {
           [this](const RailReport& report) { on_report(report); },
           [this](const ReopenRail& again) { reopen(again); },
           [this](const Orphan& orphan) { reroute(orphan); },
-          [this](const SplitTransfer& request) { split(request); }};
+          [this](const SplitTransfer& request) { split(request); },
+          [this](StopScheduler) { quit(); }};
 }
 
 void SchedulerActor::add_peer(const AddPeer& add) {
@@ -48,14 +49,19 @@ void SchedulerActor::add_peer(const AddPeer& add) {
       ++place;
     }
   }
-  for (auto& [number, rail] : peer.rails)
-    if (!rail.up) open(add.peer->slot, rail);
+  for (auto& [number, rail] : peer.rails) {
+    if (rail.up) continue;
+    // What became of it before this handshake says nothing about it now.
+    rail.tried = false;
+    rail.why = {};
+    open(add.peer->slot, rail);
+  }
   publish(peer);
 }
 
 void SchedulerActor::open(std::uint32_t peer, RailState& rail) {
   rail.cooling = false;
-  rail.plan.spec.channel.give_up = Clock::now() + connect_timeout_;
+  rail.plan.spec.channel.give_up = clock().now() + connect_timeout_;
   send(groups_[rail.plan.group].poller, OpenRail{peer, rail.plan.spec});
 }
 
@@ -75,7 +81,7 @@ void SchedulerActor::on_report(const RailReport& report) {
   const auto place = peer.rails.find(report.rail);
   if (place == peer.rails.end()) return;
   RailState& rail = place->second;
-  const TimePoint now = Clock::now();
+  const TimePoint now = clock().now();
   rail.tried = true;
   if (report.up) {
     rail.up = true;
@@ -115,11 +121,15 @@ void SchedulerActor::publish(PeerState& peer) {
   RailsChanged changed;
   changed.peer = peer.record->slot;
   changed.settled = true;
+  std::uint32_t best = UINT32_MAX;
+  for (const auto& [number, rail] : peer.rails)
+    if (rail.up) best = std::min(best, rail.plan.spec.tier);
   std::vector<std::string> names;
   std::string errors;
   Errc code = Errc::no_path;
+  std::uint32_t best_tier = 0;
   for (const auto& [number, rail] : peer.rails) {
-    changed.settled &= rail.tried;
+    changed.settled &= rail.tried || rail.plan.spec.tier > best;
     if (!rail.up) {
       if (rail.why.is_ok()) continue;
       errors += fmt::format("{}{}: {}", errors.empty() ? "" : "; ", rail.plan.spec.transport, rail.why.text());
@@ -127,6 +137,10 @@ void SchedulerActor::publish(PeerState& peer) {
       if (rail.why == Errc::stale_peer || rail.why == Errc::access_denied || rail.why == Errc::version_mismatch)
         code = rail.why.code();
       continue;
+    }
+    if (!changed.up || rail.plan.spec.tier < best_tier) {
+      best_tier = rail.plan.spec.tier;
+      peer.record->one_sided.store(rail.plan.spec.one_sided, std::memory_order_relaxed);
     }
     changed.up = true;
     if (std::find(route->groups.begin(), route->groups.end(), rail.plan.group) == route->groups.end())
@@ -170,7 +184,7 @@ void SchedulerActor::split(const SplitTransfer& request) {
     part.local = whole.shared_local();
     part.remote = whole.remote();
     part.slices = run;
-    part.owner = groups_[group].submissions;
+    part.owner = owner->base();
     auto state = TransferState::create(std::move(part));
     state->peer_slot = whole.peer_slot;
     state->submitted_at = whole.submitted_at;

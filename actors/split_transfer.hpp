@@ -27,6 +27,8 @@ class SplitOwner final : public TransferOwner {
   /// the other parts are cancelled.
   static void watch(const std::shared_ptr<SplitOwner>& owner, RefPtr<TransferState> whole);
   bool cancelled() const noexcept { return cancelled_.load(); }
+  /// Owner of the parts: one that reaches whichever poller carries them.
+  const std::shared_ptr<TransferOwner>& base() const noexcept { return base_; }
 
  private:
   void part_ended(const RefPtr<TransferState>& whole, const Status& status);

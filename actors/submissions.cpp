@@ -93,4 +93,8 @@ TransferState* Submissions::reversed(TransferState* newest) noexcept {
   return oldest;
 }
 
+void SharedOwner::cancel(TransferState& transfer) {
+  for (const auto& group : groups_) group->cancel(transfer);
+}
+
 }  // namespace kvferry

@@ -3,7 +3,9 @@
 
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include <kvferry/runtime/transfer_state.hpp>
@@ -49,6 +51,18 @@ class Submissions final : public TransferOwner {
   std::mutex cancelled_mutex_;
   std::vector<RefPtr<TransferState>> cancelled_;
   std::function<void(std::function<void()>)> offload_;
+};
+
+/// Owner of transfers that any of several pollers may carry out: all are told of a cancel, and the one
+/// that has the transfer ends it.
+class SharedOwner final : public TransferOwner {
+ public:
+  explicit SharedOwner(std::vector<std::shared_ptr<Submissions>> groups) : groups_(std::move(groups)) {}
+  void cancel(TransferState& transfer) override;
+  void offload(std::function<void()> task) override { groups_.front()->offload(std::move(task)); }
+
+ private:
+  const std::vector<std::shared_ptr<Submissions>> groups_;
 };
 
 }  // namespace kvferry

@@ -80,6 +80,7 @@ class InstantPort final : public Port {
 class InstantTransport final : public Transport {
  public:
   std::string_view name() const override { return "instant"; }
+  bool one_sided() const override { return true; }
   Status reaches(const HostFacts&, const HostFacts&) const override { return {}; }
   Result<std::string> register_region(const RegionRecord&) override { return std::string(); }
   void unregister_region(const RegionRecord&) override {}

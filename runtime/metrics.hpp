@@ -45,12 +45,14 @@ class LatencyHistogram {
 
 /// The living counters, one set per engine; any thread may raise them.
 struct MetricCounters {
-  std::atomic<std::uint64_t> transfers_started{0};
-  std::atomic<std::uint64_t> transfers_ok{0};
+  // What callers raise and what pollers raise lies on lines of its own: otherwise every transfer would
+  // carry the line from one core to the other and back.
+  alignas(64) std::atomic<std::uint64_t> transfers_started{0};
+  std::atomic<std::uint64_t> slices{0};
+  alignas(64) std::atomic<std::uint64_t> transfers_ok{0};
   std::atomic<std::uint64_t> transfers_failed{0};
   std::atomic<std::uint64_t> bytes_read{0};
   std::atomic<std::uint64_t> bytes_written{0};
-  std::atomic<std::uint64_t> slices{0};
   std::atomic<std::uint64_t> items_posted{0};
   std::atomic<std::uint64_t> items_retried{0};
   std::atomic<std::uint64_t> channels_opened{0};
@@ -58,7 +60,7 @@ struct MetricCounters {
   std::atomic<std::uint64_t> fences{0};
   std::atomic<std::uint64_t> notifications{0};
   std::atomic<std::uint64_t> messages{0};
-  std::atomic<std::uint64_t> handshakes_refused{0};
+  alignas(64) std::atomic<std::uint64_t> handshakes_refused{0};
   std::atomic<std::uint64_t> malformed_messages{0};
   LatencyHistogram latency;  ///< submission to end, transfers that ended ok
 };

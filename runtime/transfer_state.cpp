@@ -7,6 +7,7 @@
 #include <utility>
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -15,6 +16,8 @@
 namespace kvferry {
 
 namespace {
+
+constexpr auto pure_spin = std::chrono::microseconds(5);
 
 inline void pause_core() noexcept {
 #if defined(__x86_64__)
@@ -62,6 +65,7 @@ RefPtr<TransferState> TransferState::create(Request request) {
   state->message_size_ = static_cast<std::uint32_t>(request.message.size());
   state->deadline_ = request.deadline;
   state->wait_spin_ = request.wait_spin;
+  state->wait_yields_ = request.wait_yields;
   state->local_ = std::move(request.local);
   state->remote_ = std::move(request.remote);
   state->owner_ = std::move(request.owner);
@@ -115,7 +119,10 @@ bool TransferState::wait_until(TimePoint until, Duration spin) const {
   if (done()) return true;
   const TimePoint start = Clock::now();
   const TimePoint spin_end = spin < until - start ? start + spin : until;
-  while (Clock::now() < spin_end) {
+  const TimePoint pure_end = std::min(spin_end, start + pure_spin);
+  for (TimePoint now = start; now < spin_end; now = Clock::now()) {
+    // Past the first moments another thread may need this core more, perhaps the one waited for.
+    if (wait_yields_ && now >= pure_end) ::sched_yield();
     for (int i = 0; i < 16; ++i) {
       if (done()) return true;
       pause_core();
@@ -144,6 +151,7 @@ void TransferState::on_complete(std::function<void(const Status&)> callback, Dis
 }
 
 void TransferState::cancel() {
+  cancel_requested_.store(true, std::memory_order_release);
   std::shared_ptr<TransferOwner> owner;
   {
     const std::lock_guard lock(callbacks_mutex_);

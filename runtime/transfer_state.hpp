@@ -51,6 +51,7 @@ class TransferState {
     std::span<const std::byte> message = {};             ///< send: copied into the block
     std::shared_ptr<TransferOwner> owner = {};           ///< may be empty: then callbacks run in place
     Duration wait_spin = std::chrono::microseconds(20);  ///< how long Transfer::wait looks before it sleeps
+    bool wait_yields = true;  ///< whether that look gives way to other threads: the work may need this very core
   };
 
   /// Throws std::bad_alloc alone.
@@ -64,6 +65,7 @@ class TransferState {
   Priority priority() const noexcept { return priority_; }
   TimePoint deadline() const noexcept { return deadline_; }
   Duration wait_spin() const noexcept { return wait_spin_; }
+  bool wait_yields() const noexcept { return wait_yields_; }
   std::uint32_t immediate() const noexcept { return immediate_; }
   /// The regions belong to whoever carries the transfer out, until complete(), which lets go of them.
   const RegionRecord* local() const noexcept { return local_.get(); }
@@ -90,11 +92,17 @@ class TransferState {
   bool wait_until(TimePoint until, Duration spin) const;
   /// Once the transfer has ended the callback runs at once on the calling thread, whatever `where`.
   void on_complete(std::function<void(const Status&)> callback, Dispatch where);
+  /// Notes the wish and tells the owner. Any thread.
   void cancel();
+  /// Whether cancel() was called: whoever takes the transfer over looks here first, since the call may
+  /// have come while nobody had it.
+  bool cancel_requested() const noexcept { return cancel_requested_.load(std::memory_order_acquire); }
 
   /// Link for the submission queue: belongs to whoever holds the transfer in a queue.
   TransferState* next = nullptr;
-  /// Scratch of the owner, from hand-over to complete(): the poller's own bookkeeping.
+  /// The poller that carries the transfer out at the moment: it alone may follow owner_data.
+  std::atomic<const void*> carrier{nullptr};
+  /// The carrier's own bookkeeping.
   void* owner_data = nullptr;
   std::uint64_t sequence = 0;   ///< write_imm and send: number in the peer's notification order
   std::uint32_t peer_slot = 0;  ///< the engine's number of the peer
@@ -124,11 +132,13 @@ class TransferState {
   std::uint32_t message_size_ = 0;
   TimePoint deadline_{};
   Duration wait_spin_{};
+  bool wait_yields_ = true;
   std::shared_ptr<const RegionRecord> local_;
   std::shared_ptr<const RemoteRegion> remote_;
   const Slice* slices_ = nullptr;
   std::size_t slice_count_ = 0;
   std::atomic<std::uint64_t> bytes_{0};
+  std::atomic<bool> cancel_requested_{false};
   Status status_;
   std::mutex callbacks_mutex_;            ///< guards the two below and the step to done_word
   std::shared_ptr<TransferOwner> owner_;  ///< empty once done

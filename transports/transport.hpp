@@ -142,7 +142,8 @@ class Port {
   /// Makes progress on everything, both sides, in a bounded portion; fills completions, returns how many.
   virtual std::size_t poll(std::span<Completion> completions) = 0;
   virtual Progress progress() const = 0;
-  /// Readable when poll has something to do (an epoll descriptor, for instance).
+  /// Readable when poll has something to do (an epoll descriptor, for instance); -1 when nothing ever
+  /// arrives by itself.
   virtual int wait_fd() const = 0;
   /// When poll wants to be called even if wait_fd stays silent; TimePoint::max() for never.
   virtual TimePoint next_wakeup() const = 0;
@@ -168,6 +169,9 @@ class Transport {
   virtual std::string_view name() const = 0;
   /// Ok when a channel to such a peer makes sense; otherwise why not.
   virtual Status reaches(const HostFacts& self, const HostFacts& peer) const = 0;
+  /// True when the initiator's CPU alone moves the bytes: spinning for the end takes nothing from whoever
+  /// does the work.
+  virtual bool one_sided() const { return false; }
   /// Prepares a region; returns the descriptor that peers are given (may be empty). Any thread.
   virtual Result<std::string> register_region(const RegionRecord& region) = 0;
   /// After every Port has released it. Any thread.

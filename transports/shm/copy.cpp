@@ -19,11 +19,6 @@ constexpr std::size_t least_streamed_bytes = 512;
 /// page, so for scattered pages it is this that hides the memory's latency.
 constexpr std::size_t fetch_ahead_bytes = 2048;
 /// How much of the next piece a cached copy asks for before it starts on the present one.
-constexpr std::size_t cached_fetch_bytes = 1024;
-
-void fetch(const std::byte* from, std::size_t bytes) noexcept {
-  for (std::size_t offset = 0; offset < bytes; offset += line_bytes) __builtin_prefetch(from + offset);
-}
 
 #if defined(__x86_64__)
 
@@ -132,11 +127,8 @@ struct KernelList {
 #endif
 
 void cached_copy(std::span<const CopyPiece> pieces) noexcept {
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    if (i + 1 < pieces.size())
-      fetch(pieces[i + 1].from, std::min<std::size_t>(pieces[i + 1].bytes, cached_fetch_bytes));
-    if (pieces[i].bytes > 0) std::memcpy(pieces[i].to, pieces[i].from, pieces[i].bytes);
-  }
+  for (const CopyPiece& piece : pieces)
+    if (piece.bytes > 0) std::memcpy(piece.to, piece.from, piece.bytes);
 }
 
 void stream_piece(const CopyPiece& piece, const CopyPiece& next, StreamLines stream) noexcept {

@@ -26,7 +26,7 @@ constexpr CopyKind choose_copy(std::uint64_t transfer_bytes, std::uint64_t strea
   return streaming_bytes != 0 && transfer_bytes >= streaming_bytes ? CopyKind::streaming : CopyKind::cached;
 }
 
-/// Copies all pieces, fetching the start of the next one while the present one is copied. On return
+/// Copies all pieces, streamed ones fetching the next one early. On return
 /// the bytes are visible to every thread that synchronizes with this one, streamed ones included.
 void shm_copy(std::span<const CopyPiece> pieces, CopyKind kind) noexcept;
 

@@ -10,9 +10,11 @@ namespace kvferry::shm {
 namespace {
 
 // A look at the sockets is a system call, more than a small copy costs. So there is one for every so
-// many polls or copied bytes, whichever is more: about once in 10 to 50 microseconds.
-constexpr std::int64_t polls_per_look = 16;
-constexpr std::uint64_t bytes_per_poll_count = 16 << 10;
+// many polls or copied bytes: often while the sockets are in use or an answer is awaited, seldom while
+// there is only copying to do. Either way the peer's death is seen within about a millisecond.
+constexpr std::int64_t least_polls_per_look = 16;
+constexpr std::int64_t most_polls_per_look = 256;
+constexpr std::uint64_t bytes_per_poll_count = 32 << 10;
 constexpr int items_per_poll = 64;
 constexpr std::size_t completions_reserved = 4096;
 
@@ -115,12 +117,13 @@ void ShmPort::collect_from_helpers() {
 }
 
 void ShmPort::look_at_sockets() {
-  until_look_ = polls_per_look;
   about_to_sleep_ = false;
+  bool in_use = (parts_.active.empty() && parts_.outstanding > 0) || connecting_ > 0 || server_->stalled();
   const TimePoint now = Clock::now();
   // First, so that what arrives now and is not accepted is offered again from a later poll only.
   server_->tick(now);
-  parts_.epoll.look([this](Watched what, std::uint32_t id, std::uint32_t events) {
+  parts_.epoll.look([this, &in_use](Watched what, std::uint32_t id, std::uint32_t events) {
+    in_use = true;
     switch (what) {
       case Watched::listener:
         server_->on_listener();
@@ -139,6 +142,8 @@ void ShmPort::look_at_sockets() {
         break;
     }
   });
+  polls_per_look_ = in_use ? least_polls_per_look : std::min(polls_per_look_ * 2, most_polls_per_look);
+  until_look_ = polls_per_look_;
   if (connecting_ == 0) return;
   connecting_ = 0;
   for (const auto& [id, channel] : channels_) {

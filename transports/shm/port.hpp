@@ -47,9 +47,10 @@ class ShmPort final : public Port {
   std::unique_ptr<Server> server_;
   std::unordered_map<ChannelId, std::unique_ptr<Channel>> channels_;
   ChannelId next_channel_ = 1;
-  std::size_t turn_ = 0;         ///< whose portion is next in PortParts::active
-  std::size_t reported_ = 0;     ///< of PortParts::finished
-  std::size_t connecting_ = 0;   ///< channels that were so at the last look
+  std::size_t turn_ = 0;        ///< whose portion is next in PortParts::active
+  std::size_t reported_ = 0;    ///< of PortParts::finished
+  std::size_t connecting_ = 0;  ///< channels that were so at the last look
+  std::int64_t polls_per_look_ = 1;
   std::int64_t until_look_ = 0;  ///< work left before the sockets are looked at again
   mutable bool about_to_sleep_ = false;
 };

@@ -39,6 +39,7 @@ class ShmTransport final : public Transport {
 
   std::string_view name() const override { return "shm"; }
 
+  bool one_sided() const override { return true; }
   Status reaches(const HostFacts& self, const HostFacts& peer) const override {
     if (!self.host_id.empty() && self.host_id == peer.host_id) return {};
     return {Errc::no_path, fmt::format("shm: the engines run under different kernels (host id '{}' here, '{}' there)",
