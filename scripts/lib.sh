@@ -8,6 +8,9 @@ jobs=$(awk -v cores="$(nproc)" '/MemAvailable/ { n = int($2 / 1572864); if (n < 
 # The same file compiled in two build folders is compiled once: only the folder's name in the debug information differs.
 export CCACHE_NOHASHDIR=1
 
+# Line numbers are all the debug information that a test or a demo needs; more doubles the time to compile.
+build_options=(-DCMAKE_BUILD_TYPE=RelWithDebInfo "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -g1 -DNDEBUG")
+
 say() { printf '\n== %s\n' "$*"; }
 die() {
   printf '%s: %s\n' "$(basename "$0")" "$*" >&2

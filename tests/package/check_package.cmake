@@ -1,5 +1,5 @@
 # Installs kvferry into a prefix of its own and builds a small foreign project against it, with CMake and with pkg-config.
-#   cmake -DSHARED=ON|OFF -DSOURCE=... -DBUILD=... -DBUILD_IS_SHARED=... -DCXX=... -DFLAGS=... -DWORK=... -P check_package.cmake
+# tests/package/CMakeLists.txt says what it must be told.
 
 function(step what)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
@@ -17,8 +17,8 @@ file(MAKE_DIRECTORY ${WORK})
 if(NOT SHARED STREQUAL BUILD_IS_SHARED)
   set(ENV{CCACHE_NOHASHDIR} 1)
   step("configuring kvferry with BUILD_SHARED_LIBS=${SHARED}" ${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/kvferry -G Ninja
-    -DBUILD_SHARED_LIBS=${SHARED} -DCMAKE_BUILD_TYPE=${BUILD_TYPE} -DCMAKE_CXX_COMPILER=${CXX}
-    -DKVFERRY_INCLUDE_LINK=${BUILD}/include -DKVFERRY_BUILD_TESTS=OFF -DKVFERRY_BUILD_BENCH=OFF -DKVFERRY_BUILD_EXAMPLES=OFF)
+    -DBUILD_SHARED_LIBS=${SHARED} -DCMAKE_BUILD_TYPE=${BUILD_TYPE} -DCMAKE_CXX_FLAGS_RELWITHDEBINFO=${TYPE_FLAGS}
+    -DCMAKE_CXX_COMPILER=${CXX} -DKVFERRY_WERROR=${WERROR} -DKVFERRY_INCLUDE_LINK=${BUILD}/include -DKVFERRY_BUILD_TESTS=OFF -DKVFERRY_BUILD_BENCH=OFF -DKVFERRY_BUILD_EXAMPLES=OFF)
   set(BUILD ${WORK}/kvferry)
   step("building it" ${CMAKE_COMMAND} --build ${BUILD} --target kvferry)
 endif()
