@@ -493,10 +493,15 @@ Status Channel::check_reach(const Item& item) const {
     return {Errc::access_denied, name_of(work) + ": its owner does not allow that to peers"};
   const std::uint64_t remote_size = std::min(item.mapping->size, work.remote->size);
   bool inside = true;
+  std::uint64_t bytes = 0;
   work.slices.for_each([&](std::uint64_t local, std::uint64_t remote, std::uint64_t length) {
     inside = inside && fits(local, length, work.local->size) && fits(remote, length, remote_size);
+    bytes += length;
   });
-  if (inside) return {};
+  if (inside && bytes == work.slices.bytes) return {};
+  if (inside)
+    return {Errc::invalid_argument, fmt::format("{}: its {} slices hold {} bytes, not {}", name_of(work),
+                                                work.slices.count, bytes, work.slices.bytes)};
   std::string text;
   work.slices.for_each([&](std::uint64_t local, std::uint64_t remote, std::uint64_t length) {
     if (!text.empty()) return;

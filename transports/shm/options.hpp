@@ -7,7 +7,7 @@
 namespace kvferry::shm {
 
 struct Options {
-  ProcessMemoryCalls calls;
+  ProcessMemoryCalls calls{};
   /// How long a connection may take to show a valid token.
   Duration hello_limit = std::chrono::seconds(5);
   /// False: engine-allocated regions are given out like foreign memory too.
