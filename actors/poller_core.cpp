@@ -678,6 +678,10 @@ void PollerCore::on_channel(PortSlot& port, ChannelId channel, bool up, const St
   if (lane->closed.is_ok()) parts_.events->rail_down(lane->peer, rail->spec.rail, why);
 }
 
+bool PollerCore::no_rail_is_up(const Lane& lane) {
+  return std::none_of(lane.rails.begin(), lane.rails.end(), [](const auto& rail) { return rail->up; });
+}
+
 Status PollerCore::no_rail_status(const Lane& lane) const {
   std::string text;
   for (const auto& rail : lane.rails)
@@ -770,7 +774,10 @@ void PollerCore::expire() {
       if (job->transfer->deadline() <= now_) {
         std::string why = fmt::format("{} passed its deadline with {} of {} bytes done", describe(*job),
                                       job->done_bytes, job->transfer->bytes());
-        if (!job->last_error.is_ok()) why += fmt::format("; last error: {}", job->last_error.text());
+        if (!job->last_error.is_ok())
+          why += fmt::format("; last error: {}", job->last_error.text());
+        else if (no_rail_is_up(*job->lane))
+          why += fmt::format("; {}", no_rail_status(*job->lane).text());
         begin_end(*job, {Errc::timed_out, std::move(why)}, parts_.config->drain_grace);
       } else {
         earliest_deadline_ = std::min(earliest_deadline_, job->transfer->deadline());

@@ -128,7 +128,7 @@ class PollerCore {
     std::uint32_t outstanding = 0;
     std::uint32_t failures = 0;
     std::uint64_t failures_until = 0;  ///< last post when a failure was counted last
-    std::uint32_t excluded = 0;  ///< bit per port that can not carry it
+    std::uint32_t excluded = 0;        ///< bit per port that can not carry it
     std::uint64_t done_bytes = 0;
     std::uint64_t order = 0;
     bool queued = false;
@@ -183,7 +183,8 @@ class PollerCore {
   };
 
   static constexpr std::uint32_t max_failures = 8;
-  static constexpr std::uint32_t message_window = 64;
+  /// Messages that nobody takes stay in flight: they must leave most of a channel to the transfers.
+  static constexpr std::uint32_t message_window = 16;
   static constexpr std::uint32_t aging_period = 16;
 
   // ---- taking in
@@ -221,6 +222,7 @@ class PollerCore {
   // ---- rails
   void on_channel(PortSlot& port, ChannelId channel, bool up, const Status& why);
   void try_open(Lane& lane, Rail& rail);
+  static bool no_rail_is_up(const Lane& lane);
   Status no_rail_status(const Lane& lane) const;
 
   // ---- time
