@@ -265,6 +265,8 @@ void Engine::Impl::start_system() {
   system_config_.set("scheduler.max-threads", std::size_t{1});
   system_config_.set("work-stealing.moderate-poll-attempts", std::size_t{0});
   system_config_.set("work-stealing.aggressive-poll-attempts", std::size_t{100});
+  // It is woken for every message; the default of 10 ms looks in vain a hundred times a second.
+  system_config_.set("work-stealing.relaxed-sleep-duration", caf::timespan(std::chrono::seconds(1)));
   system_ = std::make_unique<caf::actor_system>(system_config_);
   callbacks_.start(*system_);
   scheduler_ = system_->spawn<SchedulerActor>(Duration(config_.connect_timeout));
