@@ -264,6 +264,26 @@ TEST_F(PollerCoreTest, ItemsOfABrokenRailAreRetriedExactlyOnceElsewhere) {
   EXPECT_GT(initiator->metrics.items_retried.load(), 0u);
 }
 
+TEST_F(PollerCoreTest, AChannelThatBreaksIsOneFailureHoweverManyItemsItHad) {
+  auto wide = limits();
+  wide.channel_items = 64;
+  connect(wide);
+  open_rail(1, "one", 0);
+  open_rail(2, "two", 1);
+  control->hold = true;
+  const auto transfer = submit(Op::write, {{0, 0, 32 * 4096}});
+  std::memset(local_bytes(), 0x5a, 32 * 4096);
+  run(5);
+  plan->rail_down = true;
+  run(5);
+  control->hold = false;
+  run(300);
+  ASSERT_TRUE(transfer->done());
+  EXPECT_TRUE(transfer->status().is_ok()) << transfer->status().to_string();
+  EXPECT_TRUE(equal(0, 32 * 4096));
+  EXPECT_EQ(initiator->metrics.items_retried.load(), 32u);
+}
+
 TEST_F(PollerCoreTest, AnItemThatKeepsFailingEndsTheTransferNamingTheCause) {
   open_rail(1, "one");
   plan->fail_items = 1000;
