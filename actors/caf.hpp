@@ -122,6 +122,7 @@ struct HeartbeatTick {
 };
 struct ParkedExpired {
   std::uint64_t id = 0;
+  bool if_lost = false;  ///< only if its peer is still lost
 };
 struct HandshakeExpired {
   std::uint64_t round = 0;

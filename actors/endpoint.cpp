@@ -50,6 +50,7 @@ caf::behavior EndpointActor::make_behavior() {
           [this](ParkedExpired expired) {
             const auto found = parked_.find(expired.id);
             if (found == parked_.end()) return;
+            if (expired.if_lost && found->second.peer->state.load() != PeerState::lost) return;
             Parked parked = std::move(found->second);
             parked_.erase(found);
             Status why = parked.peer->refusal();
@@ -228,7 +229,7 @@ void EndpointActor::on_pong(const PongMessage& pong) {
 
 void EndpointActor::tick() {
   const TimePoint now = clock().now();
-  if (phase_ == Phase::suspect && now - suspect_since_ >= suspect_limit && last_seen_ < suspect_since_)
+  if (phase_ == Phase::suspect && now - suspect_since_ >= suspect_limit && last_seen_ <= suspect_since_)
     declare(PeerState::lost, Phase::lost,
             {Errc::peer_lost, fmt::format("{}: {}, and it does not answer", who(), current_->reason().text())});
   if ((phase_ == Phase::up || phase_ == Phase::suspect) && now - last_seen_ > parts_.config->peer_timeout)
@@ -260,8 +261,12 @@ void EndpointActor::leave(PeerState state, Phase phase, const Status& why) {
   // Failed attempts to find it again do not renew our interest, or that would never end.
   if (lost_since_ == TimePoint{}) lost_since_ = clock().now();
   send(parts_.scheduler, RemovePeer{current_->slot, why});
-  // Answers may have been lost with the connection: what waits is asked for again once it is back.
-  for (auto& [id, parked] : parked_) parked.question = 0;
+  // Answers may have been lost with the connection: what waits is asked for again if the peer is back
+  // soon, as long as a transfer handed over only now would wait.
+  for (auto& [id, parked] : parked_) {
+    parked.question = 0;
+    if (state == PeerState::lost) delayed_send(this, suspect_limit, ParkedExpired{id, true});
+  }
 }
 
 void EndpointActor::disconnect(const Disconnect& request) {
