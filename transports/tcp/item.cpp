@@ -11,6 +11,9 @@ constexpr std::size_t most_items = 0xffff;
 constexpr std::uint32_t place_mask = 0xffff;
 constexpr std::uint32_t use_step = 0x10000;
 
+// Items beyond so many give their buffers back: a burst must not keep its memory for ever.
+constexpr std::size_t most_kept = 512;
+
 }  // namespace
 
 void Item::prepare(const WorkItem& work) {
@@ -79,6 +82,10 @@ Item* ItemPool::take() {
 }
 
 void ItemPool::give(Item& item) {
+  if ((item.id & place_mask) >= most_kept) {
+    item.parts = {};
+    item.wire = {};
+  }
   free_.push_back(static_cast<std::uint16_t>(item.id & place_mask));
   item.id += use_step;
   item.socket = nullptr;

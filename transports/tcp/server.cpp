@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <utility>
 
 #include <fmt/format.h>
 #include <sys/epoll.h>
@@ -50,6 +51,7 @@ bool Server::accept_one() {
   Fd fd(
       ::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&peer.storage), &peer.size, SOCK_NONBLOCK | SOCK_CLOEXEC));
   if (fd) {
+    accept_trouble_ = false;
     admit(std::move(fd), peer);
     return true;
   }
@@ -74,8 +76,10 @@ void Server::admit(Fd fd, const Endpoint& peer) {
 }
 
 void Server::pause_accepting(int error) {
-  log(LogLevel::warning,
-      fmt::format("tcp: can not accept connections on {}: {}; trying again in 100 ms", address_, errno_text(error)));
+  if (!std::exchange(accept_trouble_, true)) {
+    log(LogLevel::warning, fmt::format("tcp: can not accept connections on {}: {}; trying again every 100 ms", address_,
+                                       errno_text(error)));
+  }
   accepting_ = false;
   accept_again_ = Clock::now() + accept_pause;
   loop_.rewatch(listener_.get(), 0, *this);

@@ -64,6 +64,7 @@ class Server final : public ConnectionHost, private Watched {
   std::vector<std::unique_ptr<ServerConnection>> connections_;
   std::deque<ServerConnection*> strangers_;  // accepted, hello not complete; oldest first
   bool accepting_ = true;
+  bool accept_trouble_ = false;  // logged already
   TimePoint accept_again_{};
   TimePoint last_retry_{};
 };

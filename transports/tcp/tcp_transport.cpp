@@ -1,15 +1,21 @@
 #include "tcp_transport.hpp"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 
 #include "port.hpp"
+#include "wire.hpp"
 
 namespace kvferry {
 namespace {
 
 class TcpTransport final : public Transport {
  public:
-  explicit TcpTransport(const TcpConfig& config) : config_(config) {}
+  explicit TcpTransport(const TcpConfig& config) : config_(config) {
+    config_.sockets = std::clamp(config.sockets, 1, static_cast<int>(tcp::max_sockets));
+    config_.chunk_bytes = std::max<std::uint64_t>(config.chunk_bytes, 4096);
+  }
 
   std::string_view name() const override { return "tcp"; }
   Status reaches(const HostFacts& /*self*/, const HostFacts& /*peer*/) const override { return {}; }
@@ -25,7 +31,7 @@ class TcpTransport final : public Transport {
   }
 
  private:
-  const TcpConfig config_;
+  TcpConfig config_;
 };
 
 }  // namespace
