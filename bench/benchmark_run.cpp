@@ -50,7 +50,6 @@ class BenchmarkRun::Impl {
       : engine_(engine),
         control_(std::move(control)),
         options_(options),
-        transport_(transport_in_use(control_.peer())),
         rails_(config.rails),
         sockets_(static_cast<std::size_t>(config.tcp.sockets) * static_cast<std::size_t>(config.rails)),
         stop_(stop) {}
@@ -95,7 +94,7 @@ class BenchmarkRun::Impl {
   CaseResult result() const {
     CaseResult result;
     result.bench_case = case_;
-    result.transport = transport_;
+    result.transport = transport_in_use(control_.peer());
     result.num_rails = rails_;
     result.trips = section_.trips;
     result.seconds = section_.seconds;
@@ -123,7 +122,8 @@ class BenchmarkRun::Impl {
   }
 
   Status open_floors() {
-    const FloorSetting setting{transport_, host_of(options_.remote_endpoint), local_, remote_, sockets_};
+    const FloorSetting setting{transport_in_use(control_.peer()), host_of(options_.remote_endpoint), local_, remote_,
+                               sockets_};
     auto opened = bench::open_floors(control_, setting, case_);
     if (!opened) return opened.status();
     for (auto& floor : *opened) floors_.push_back({std::move(floor), {}});
@@ -221,7 +221,6 @@ class BenchmarkRun::Impl {
   Engine& engine_;
   ControlClient control_;
   BenchOptions options_;
-  std::string transport_;
   int rails_;
   std::size_t sockets_;
   const std::atomic<bool>& stop_;
@@ -267,6 +266,24 @@ Status BenchmarkRun::begin(const BenchCase& bench_case) { return impl_->begin(be
 Result<bool> BenchmarkRun::step() { return impl_->step(); }
 CaseResult BenchmarkRun::result() const { return impl_->result(); }
 Status BenchmarkRun::finish() { return impl_->finish(); }
+
+Result<bool> SweepJob::step() {
+  if (!in_case_ && (next_ == cases_.size() || stop_)) {
+    if (auto status = run_.finish(); !status) return status;
+    return false;
+  }
+  if (!in_case_) {
+    if (auto status = run_.begin(cases_[next_]); !status) return status;
+  }
+  auto more = run_.step();
+  if (!more) return more;
+  in_case_ = *more;
+  if (!in_case_) {
+    report_(run_.result());
+    ++next_;
+  }
+  return true;
+}
 
 std::string transport_in_use(const Peer& peer) {
   constexpr std::string_view prefix = "up over ";

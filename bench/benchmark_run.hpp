@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include <kvferry/actors/benchmark.hpp>
 #include <kvferry/actors/engine.hpp>
 
 #include "bench/control.hpp"
@@ -79,6 +80,26 @@ class BenchmarkRun {
   class Impl;
   explicit BenchmarkRun(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
+};
+
+/// A whole sweep, one round a step, for a benchmark actor.
+class SweepJob : public BenchmarkJob {
+ public:
+  /// `report` is called with each case's result as soon as it is there, on the actor's thread.
+  SweepJob(BenchmarkRun run, std::vector<BenchCase> cases, std::function<void(const CaseResult&)> report,
+           const std::atomic<bool>& stop)
+      : run_(std::move(run)), cases_(std::move(cases)), report_(std::move(report)), stop_(stop) {}
+
+  /// False after the last round of the last case, or once `stop` was set and the case begun was reported.
+  Result<bool> step() override;
+
+ private:
+  BenchmarkRun run_;
+  std::vector<BenchCase> cases_;
+  std::function<void(const CaseResult&)> report_;
+  const std::atomic<bool>& stop_;
+  std::size_t next_ = 0;  ///< case
+  bool in_case_ = false;
 };
 
 /// The transport that carries host memory to the peer: the first that its description names.

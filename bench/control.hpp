@@ -99,6 +99,7 @@ class ControlClient {
   Status end_echo();
   Result<FloorService> open_floor(const FloorRequest& request);
   Status close_floor(std::uint64_t id);
+  /// Ends the session: the target frees what it held for it.
   Status bye();
 
  private:

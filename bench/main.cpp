@@ -1,4 +1,5 @@
 // transfer_bench: moves KV blocks between two processes, checks them, and says how fast that was.
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <exception>
@@ -9,6 +10,7 @@
 #include <fmt/core.h>
 #include <unistd.h>
 
+#include <kvferry/actors/benchmark.hpp>
 #include <kvferry/actors/engine.hpp>
 
 #include "bench/benchmark_run.hpp"
@@ -62,6 +64,13 @@ void report_mismatch(const std::string& mismatch) {
   if (!mismatch.empty()) fmt::print(stderr, "transfer_bench: WRONG BYTES: {}\n", mismatch);
 }
 
+/// Lets a benchmark actor run the job to its end. Each step is bounded and looks at the stop flag, so
+/// the sum needs no limit of its own but that of what a person may have asked for.
+Status run_job(BenchmarkJob& job) {
+  BenchmarkActorHandle actor(job);
+  return actor.wait(std::chrono::hours(24 * 365));
+}
+
 int run_sweep(Engine& engine, ControlClient control, const BenchOptions& options) {
   const std::vector<BenchCase> cases = make_cases(options);
   auto run = BenchmarkRun::create(engine, std::move(control), options, cases, stop_requested);
@@ -72,33 +81,33 @@ int run_sweep(Engine& engine, ControlClient control, const BenchOptions& options
                  one.workload.block_size, round, rounds);
     });
   }
-  print(sweep_header(options.output));
   bool all_right = true;
-  for (std::size_t i = 0; i < cases.size() && !stop_requested; ++i) {
-    auto result = run->run(cases[i]);
-    if (!result) return fail(result.status());
-    print(sweep_row(options.output, *result));
-    report_mismatch(result->mismatch);
-    all_right &= result->mismatch.empty();
-  }
-  if (auto status = run->finish(); !status) return fail(status);
+  const auto report = [&](const CaseResult& result) {
+    print(sweep_row(options.output, result));
+    report_mismatch(result.mismatch);
+    all_right &= result.mismatch.empty();
+  };
+  SweepJob job(std::move(*run), cases, report, stop_requested);
+  print(sweep_header(options.output));
+  if (auto status = run_job(job); !status) return fail(status);
   return verdict(all_right);
 }
 
 int run_trace(Engine& engine, ControlClient control, const BenchOptions& options,
               const std::vector<TraceRequest>& requests) {
-  TraceProgress progress;
+  auto replay = TraceReplay::create(engine, control, options, requests, stop_requested);
+  if (!replay) return fail(replay.status());
   if (options.progress) {
-    progress = [](std::uint64_t request, std::uint64_t all) {
+    (*replay)->on_progress([](std::uint64_t request, std::uint64_t all) {
       if (request % 100 == 1) fmt::print(stderr, "request {} of {}\n", request, all);
-    };
+    });
   }
-  auto result = replay_trace(engine, control, options, requests, stop_requested, progress);
-  if (!result) return fail(result.status());
-  print(trace_report(options.output, *result));
-  report_mismatch(result->mismatch);
+  if (auto status = run_job(**replay); !status) return fail(status);
+  const TraceResult result = (*replay)->result();
+  print(trace_report(options.output, result));
+  report_mismatch(result.mismatch);
   if (auto status = control.bye(); !status) return fail(status);
-  return verdict(result->mismatch.empty());
+  return verdict(result.mismatch.empty());
 }
 
 int run_initiator(const BenchOptions& options) {

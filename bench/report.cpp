@@ -24,6 +24,13 @@ constexpr const char* csv_fields[] = {"transport",      "op",        "block_size
 /// Three decimals: more would pretend to a precision that no clock has here.
 double rounded(double value) { return std::round(value * 1e3) / 1e3; }
 
+/// Four digits that count: a ratio may be far below 1.
+double rounded_ratio(double value) {
+  if (value <= 0) return 0;
+  const double unit = std::pow(10, std::floor(std::log10(value)) - 3);
+  return std::round(value / unit) * unit;
+}
+
 template <class T>
 Record or_null(const std::optional<T>& value) {
   return value ? Record(*value) : Record(nullptr);
@@ -43,7 +50,7 @@ Record make_record(const CaseResult& result) {
   record["latency_p99_us"] = rounded(result.p99_us);
   record["mib_per_s"] = rounded(result.mib_per_s());
   record["ops_per_s"] = rounded(result.ops_per_s());
-  record["floor_ratio"] = result.floor_ratio ? Record(rounded(*result.floor_ratio)) : Record(nullptr);
+  record["floor_ratio"] = result.floor_ratio ? Record(rounded_ratio(*result.floor_ratio)) : Record(nullptr);
   record["verified"] = or_null(result.verified);
   record["floor_p50_us"] = result.floor_ratio ? Record(rounded(result.floor_p50_us)) : Record(nullptr);
   record["floor"] = result.floor_ratio ? Record(result.floor_name) : Record(nullptr);

@@ -30,10 +30,13 @@ class ShmPing {
     const std::uint32_t turn = words().asked.load(std::memory_order_relaxed) + 1;
     words().asked.store(turn, std::memory_order_release);
     const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    spins_ = 0;
     while (words().answered.load(std::memory_order_acquire) != turn) {
-      if (!spin_once() && std::chrono::steady_clock::now() > give_up) {
+      if (spin_once()) continue;
+      if (std::chrono::steady_clock::now() > give_up) {
         return {Errc::timed_out, "floor: the other side was silent for 10 s"};
       }
+      std::this_thread::yield();
     }
     return Status::ok();
   }

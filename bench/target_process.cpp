@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <string_view>
@@ -30,13 +31,15 @@ Status failed(std::string_view what) {
   return {Errc::resource_exhausted, fmt::format("starting the target process: {}: {}", what, std::strerror(errno))};
 }
 
-/// Runs in the child between fork and exec: only calls that are safe there.
+/// Runs in the child between fork and exec. The parent has one thread as yet, so any call is safe.
 [[noreturn]] void become_target(char* const* arguments, int output, pid_t parent) {
   // In a group of its own Ctrl-C reaches the parent alone, which then ends the child in order.
   ::setpgid(0, 0);
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(1);
   ::dup2(output, STDOUT_FILENO);
+  // That the initiator leaves at the end is no news here; it reports what goes wrong itself.
+  ::setenv("KVFERRY_LOG", "error", 0);
   ::execv(own_program, arguments);
   ::_exit(127);
 }

@@ -61,7 +61,7 @@ TEST(Report, TheFloorAppearsWhenItWasMeasured) {
   result.floor_p50_us = 459.2;
   result.floor_name = "polled";
   const auto json = nlohmann::json::parse(sweep_row(Output::json, result));
-  EXPECT_EQ(json["floor_ratio"], 0.937);
+  EXPECT_DOUBLE_EQ(json["floor_ratio"].get<double>(), 0.9371);
   EXPECT_EQ(json["floor_p50_us"], 459.2);
   EXPECT_EQ(json["floor"], "polled");
   EXPECT_NE(sweep_row(Output::text, result).find("0.94"), std::string::npos);
