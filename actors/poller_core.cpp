@@ -628,6 +628,8 @@ void PollerCore::orphan(Job& job, const Status& why) {
 
 void PollerCore::open_rail(std::uint32_t peer, const RailSpec& spec) {
   Lane& lane = lane_of(peer);
+  // Connected again before the former connection's work has drained: one after the other.
+  if (!lane.closed.is_ok() && lane.record && stopped_.is_ok()) return lane.reopen.push_back(spec);
   const auto slot =
       std::find_if(ports_.begin(), ports_.end(), [&](const auto& port) { return port->name() == spec.transport; });
   if (slot == ports_.end() || !lane.closed.is_ok()) {
@@ -696,6 +698,7 @@ void PollerCore::close_peer(std::uint32_t peer, const Status& why) {
   if (found == lanes_.end()) return;
   Lane& lane = *found->second;
   if (lane.closed.is_ok()) lane.closed = why;
+  lane.reopen.clear();
   closing_lanes_ = true;
   // Fence first: completions then come quickly, and cancelling one by one would be work for nothing.
   for (const auto& rail : lane.rails)
@@ -709,6 +712,7 @@ void PollerCore::close_peer(std::uint32_t peer, const Status& why) {
 
 void PollerCore::erase_closed_lanes() {
   closing_lanes_ = false;
+  std::vector<std::pair<std::uint32_t, RailSpec>> reopen;
   for (auto place = lanes_.begin(); place != lanes_.end();) {
     const Lane& lane = *place->second;
     if (lane.closed.is_ok()) {
@@ -718,8 +722,11 @@ void PollerCore::erase_closed_lanes() {
     const bool busy = lane.jobs > 0 || std::any_of(lane.rails.begin(), lane.rails.end(),
                                                    [](const auto& rail) { return rail->open || rail->items > 0; });
     closing_lanes_ |= busy;
+    if (!busy)
+      for (const RailSpec& spec : lane.reopen) reopen.emplace_back(lane.peer, spec);
     place = busy ? std::next(place) : lanes_.erase(place);
   }
+  for (const auto& [peer, spec] : reopen) open_rail(peer, spec);
 }
 
 void PollerCore::drop_session(SessionId session) {

@@ -171,7 +171,8 @@ class PollerCore {
     std::uint32_t served_in_row = 0;                              ///< items served past a waiting lower class
     std::vector<std::pair<RegionKey, std::uint32_t>> impossible;  ///< region → bits of ports that can not reach it
     bool dirty = false;
-    Status closed;  ///< set: the peer is gone
+    Status closed;                 ///< set: the peer is gone
+    std::vector<RailSpec> reopen;  ///< rails to open once this closed lane is gone
     std::uint32_t jobs = 0;
     explicit Lane(std::pmr::memory_resource* memory) : queues{JobQueue(memory), JobQueue(memory), JobQueue(memory)} {}
   };

@@ -284,6 +284,38 @@ TEST_F(PollerCoreTest, AChannelThatBreaksIsOneFailureHoweverManyItemsItHad) {
   EXPECT_EQ(initiator->metrics.items_retried.load(), 32u);
 }
 
+TEST_F(PollerCoreTest, APeerConnectedAgainBeforeItsEndHasDrainedGetsItsRails) {
+  open_rail(1, "one");
+  control->hold = true;
+  const auto former = submit(Op::read, {{0, 0, 4096}});
+  run(3);
+  initiator->core->close_peer(peer->slot, {Errc::cancelled, "disconnected"});
+  open_rail(2, "two");
+  control->hold = false;
+  run(20);
+  ASSERT_TRUE(former->done());
+  EXPECT_EQ(former->status().code(), Errc::cancelled) << former->status().to_string();
+  EXPECT_EQ(initiator->events.up, (std::vector<std::uint32_t>{1, 2}));
+  EXPECT_TRUE(initiator->events.down.empty());
+  const auto next = submit(Op::read, {{0, 0, 4096}});
+  run(20);
+  ASSERT_TRUE(next->done());
+  EXPECT_TRUE(next->status().is_ok()) << next->status().to_string();
+}
+
+TEST_F(PollerCoreTest, APeerGivenUpAgainGetsNoRails) {
+  open_rail(1, "one");
+  initiator->core->close_peer(peer->slot, {Errc::peer_lost, "gone"});
+  RailSpec again;
+  again.rail = 2;
+  again.transport = "two";
+  initiator->core->open_rail(peer->slot, again);
+  initiator->core->close_peer(peer->slot, {Errc::peer_lost, "gone again"});
+  run(20);
+  EXPECT_EQ(initiator->events.up, std::vector<std::uint32_t>{1});
+  EXPECT_TRUE(initiator->events.down.empty());
+}
+
 TEST_F(PollerCoreTest, AnItemThatKeepsFailingEndsTheTransferNamingTheCause) {
   open_rail(1, "one");
   plan->fail_items = 1000;

@@ -187,8 +187,9 @@ TEST_P(DeathTest, AFrozenTargetIsLostWithinThePeerTimeoutAndMayComeBack) {
   while (status.is_ok() && Clock::now() - frozen < slow(10s))
     status = engine.write(peer, ours, "kv", {&slice, 1}).wait();
   EXPECT_EQ(status.code(), Errc::peer_lost) << status.to_string();
-  // One heartbeat more until it is looked at, and half a second to fence what was under way.
-  EXPECT_LT(Clock::now() - frozen, slow(peer_timeout + 800ms));
+  // One heartbeat more until it is looked at, and a second for what is submitted right after the loss:
+  // it waits that long for a sign of life.
+  EXPECT_LT(Clock::now() - frozen, slow(peer_timeout + 1600ms));
 
   target.process.signal(SIGCONT);
   EXPECT_TRUE(eventually(slow(6s),

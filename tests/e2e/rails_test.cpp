@@ -141,7 +141,7 @@ TEST_P(RailsTest, AllGoDownAndComeUpAgain) {
   }
   traffic.finish();
   EXPECT_EQ(counter(engine, "transfers_failed"), 0u);
-  EXPECT_GE(counter(engine, "channels_lost"), 3u * 3);
+  EXPECT_GE(counter(engine, "channels_lost"), 3u + 1 + 1) << "three at first, then those that had come back";
 }
 
 TEST_P(RailsTest, FailedItemsAreTriedAgainAndCounted) {
