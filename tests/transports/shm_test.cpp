@@ -690,7 +690,7 @@ TEST_F(ShmPair, AFencedMessageIsNotDeliveredLater) {
   ASSERT_TRUE(post(unread));
   a->poll();
   a->port().fence(channel, {Errc::timed_out, "enough"});
-  for (int i = 0; i < 200; ++i) b->poll();
+  for (int i = 0; i < 600; ++i) b->poll();
   EXPECT_TRUE(b->events.messages.empty());
   a->poll();
   EXPECT_EQ(a->ended[stalled.cookie], Errc::channel_error);
@@ -742,7 +742,7 @@ TEST_F(ShmPair, TheEndOfEitherPortIsSeenByTheOther) {
 
 TEST_F(ShmPair, ADroppedSessionEndsItsChannels) {
   b->port().drop_session(known_session + 1);
-  for (int i = 0; i < 100; ++i) a->poll();
+  for (int i = 0; i < 600; ++i) a->poll();
   EXPECT_TRUE(a->events.downs.empty());
   b->port().drop_session(known_session);
   EXPECT_TRUE(step_until({a.get()}, [&] { return a->events.downs.contains(channel); }));
@@ -950,7 +950,7 @@ TEST(ShmTarget, TheMarkOfADeadPeerIsVoid) {
 TEST(ShmTarget, GarbageIsSurvivedAndItsDescriptorsAreClosed) {
   Side b(2);
   const RegionRecord* region = b.allocate("kv", 4096);
-  for (int i = 0; i < 100; ++i) b.poll();
+  for (int i = 0; i < 600; ++i) b.poll();
   const std::size_t before = open_descriptors();
   std::mt19937 random(99);
   for (int round = 0; round < 300; ++round) {
@@ -973,7 +973,7 @@ TEST(ShmTarget, GarbageIsSurvivedAndItsDescriptorsAreClosed) {
     }
     for (int i = 0; i < 40; ++i) b.poll();
   }
-  for (int i = 0; i < 100; ++i) b.poll();
+  for (int i = 0; i < 600; ++i) b.poll();
   EXPECT_EQ(open_descriptors(), before);
 
   Side a(1);
@@ -1030,6 +1030,7 @@ TEST(ShmTarget, StrangersAreFewAndDoNotStayLong) {
     peers.push_back(std::make_unique<RawPeer>(b.port().address()));
     for (int j = 0; j < 20; ++j) b.poll();
   }
+  for (int i = 0; i < 600; ++i) b.poll();
   if (Clock::now() - start < options.hello_limit) {
     EXPECT_EQ(alive(), shm::max_strangers);
   }

@@ -18,7 +18,6 @@ constexpr std::size_t least_streamed_bytes = 512;
 /// How far ahead of the copy the source is fetched. Hardware prefetchers stop at the end of a 4 KiB
 /// page, so for scattered pages it is this that hides the memory's latency.
 constexpr std::size_t fetch_ahead_bytes = 2048;
-/// How much of the next piece a cached copy asks for before it starts on the present one.
 
 #if defined(__x86_64__)
 
