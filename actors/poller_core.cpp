@@ -783,7 +783,7 @@ void PollerCore::expire() {
                                       job->done_bytes, job->transfer->bytes());
         if (!job->last_error.is_ok())
           why += fmt::format("; last error: {}", job->last_error.text());
-        else if (no_rail_is_up(*job->lane))
+        else if (job->transfer->op() != Op::recv && no_rail_is_up(*job->lane))
           why += fmt::format("; {}", no_rail_status(*job->lane).text());
         begin_end(*job, {Errc::timed_out, std::move(why)}, parts_.config->drain_grace);
       } else {
