@@ -304,9 +304,8 @@ TEST(TransferBench, ReplaysThePublicTraceWhenItIsThere) {
   const char* named = std::getenv("KVFERRY_TRACE");
   const std::string file = named ? named : KVFERRY_PUBLIC_TRACE;
   if (!std::filesystem::exists(file)) GTEST_SKIP() << file << " is not there; set KVFERRY_TRACE to try it";
-  const auto outcome =
-      bench({"--trace=" + file, "--model=llama-3.1-70b-tp8", "--speed=0", "--trace-requests=3", "--prefill-pool=256M",
-             "--decode-cache=256M", "--output=json"});
+  const auto outcome = bench({"--trace=" + file, "--model=llama-3.1-70b-tp8", "--speed=0", "--trace-requests=3",
+                              "--prefill-pool=256M", "--decode-cache=256M", "--output=json"});
   ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
   EXPECT_EQ(json_lines(outcome.output).at(0)["verified"], true);
 }
