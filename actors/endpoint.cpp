@@ -238,6 +238,7 @@ void EndpointActor::tick() {
              fmt::format("{} has not answered for {} ms", who(),
                          std::chrono::duration_cast<std::chrono::milliseconds>(now - last_seen_).count())});
   drop_cancelled();
+  repeat_questions();
   const bool interested = phase_ == Phase::up || phase_ == Phase::suspect || phase_ == Phase::connecting ||
                           phase_ == Phase::handshake || (phase_ == Phase::lost && now - lost_since_ < lost_interest);
   if (interested && phase_ != Phase::handshake) ask(0, PingMessage{parts_.incarnation});
@@ -263,6 +264,7 @@ void EndpointActor::leave(PeerState state, Phase phase, const Status& why) {
   send(parts_.scheduler, RemovePeer{current_->slot, why});
   // Answers may have been lost with the connection: what waits is asked for again if the peer is back
   // soon, as long as a transfer handed over only now would wait.
+  questions_.clear();
   for (auto& [id, parked] : parked_) {
     parked.question = 0;
     if (state == PeerState::lost) delayed_send(this, suspect_limit, ParkedExpired{id, true});
@@ -289,8 +291,8 @@ void EndpointActor::submit(const SubmitSlowly& request) {
   if (knows_region && (phase_ == Phase::up || phase_ == Phase::suspect || phase_ == Phase::connecting))
     return parts_.launch(request.transfer, *request.peer);
   if (phase_ == Phase::up || phase_ == Phase::suspect) {
-    ask_for_region(parked);
-    return park(std::move(parked), request.transfer->deadline() - clock().now());
+    park(std::move(parked), request.transfer->deadline() - clock().now());
+    return ask_unless_asked(request.region);
   }
   // Lost, or shaking hands: its next sign of life decides, within the limit.
   if (phase_ == Phase::lost) ask(0, PingMessage{parts_.incarnation});
@@ -301,8 +303,8 @@ void EndpointActor::find_region(const FindRegion& request) {
   Parked parked{request.peer, {}, request.answer, request.name, 0};
   if (request.peer != current_ || phase_ == Phase::idle || phase_ == Phase::lost || phase_ == Phase::closed)
     return refuse(parked, request.peer->refusal());
-  if (phase_ == Phase::up || phase_ == Phase::suspect) ask_for_region(parked);
   park(std::move(parked), parts_.config->connect_timeout);
+  if (phase_ == Phase::up || phase_ == Phase::suspect) ask_unless_asked(request.name);
 }
 
 void EndpointActor::park(Parked parked, Duration limit) {
@@ -311,31 +313,73 @@ void EndpointActor::park(Parked parked, Duration limit) {
   delayed_send(this, std::clamp<Duration>(limit, Duration::zero(), longest_wait), ParkedExpired{id});
 }
 
-void EndpointActor::ask_for_region(Parked& parked) {
-  parked.question = first_question + next_question_++;
-  ask(parked.question, FindRegionMessage{parts_.incarnation, parked.region});
+void EndpointActor::ask_for_region(const std::string& region) {
+  const std::uint64_t id = first_question + next_question_++;
+  questions_[region] = {id, clock().now()};
+  for (auto& [number, parked] : parked_)
+    if (parked.region == region) parked.question = id;
+  ask(id, FindRegionMessage{parts_.incarnation, region});
+}
+
+// One question serves everybody: thousands of transfers to a new region would otherwise be thousands of
+// questions, more than the socket queues.
+void EndpointActor::ask_unless_asked(const std::string& region) {
+  if (!questions_.contains(region)) ask_for_region(region);
+}
+
+// ZeroMQ drops what it can not queue, and a connection may break with an answer on it.
+void EndpointActor::repeat_questions() {
+  if (phase_ != Phase::up && phase_ != Phase::suspect) return;
+  std::vector<std::string> overdue;
+  for (const auto& [region, question] : questions_)
+    if (clock().now() - question.asked_at >= parts_.config->heartbeat_interval) overdue.push_back(region);
+  for (const std::string& region : overdue) {
+    const bool awaited =
+        std::any_of(parked_.begin(), parked_.end(), [&](const auto& entry) { return entry.second.region == region; });
+    if (awaited)
+      ask_for_region(region);
+    else
+      questions_.erase(region);
+  }
 }
 
 void EndpointActor::on_region(std::uint64_t question, const RegionMessage& message) {
-  const auto found = std::find_if(parked_.begin(), parked_.end(),
-                                  [&](const auto& entry) { return entry.second.question == question; });
-  if (found == parked_.end()) return;
+  const auto open = std::find_if(questions_.begin(), questions_.end(),
+                                 [&](const auto& entry) { return entry.second.id == question; });
+  if (open == questions_.end()) return;
   last_seen_ = clock().now();
-  Parked parked = std::move(found->second);
-  parked_.erase(found);
-  if (!message.found || message.region.name != parked.region)
-    return refuse(parked, {Errc::unknown_region, fmt::format("{} has no region '{}'", who(), parked.region)});
-  parked.peer->set_region(message.region);
-  resolve(parked, parked.peer->find_region(message.region.name));
+  const std::string region = open->first;
+  if (!message.found || message.region.name != region)
+    return on_region_refused(question, {Errc::unknown_region, fmt::format("{} has no region '{}'", who(), region)});
+  questions_.erase(open);
+  current_->set_region(message.region);
+  const auto remote = current_->find_region(region);
+  for (Parked& parked : take_parked([&](const Parked& one) { return one.region == region; })) resolve(parked, remote);
 }
 
 void EndpointActor::on_region_refused(std::uint64_t question, const Status& why) {
-  const auto found = std::find_if(parked_.begin(), parked_.end(),
-                                  [&](const auto& entry) { return entry.second.question == question; });
-  if (found == parked_.end()) return;
-  Parked parked = std::move(found->second);
-  parked_.erase(found);
-  refuse(parked, why);
+  const auto open = std::find_if(questions_.begin(), questions_.end(),
+                                 [&](const auto& entry) { return entry.second.id == question; });
+  if (open == questions_.end()) return;
+  const std::string region = open->first;
+  questions_.erase(open);
+  for (Parked& parked : take_parked([&](const Parked& one) { return one.question == question; })) refuse(parked, why);
+  // Those that came after the question was asked are not answered by it: the region may be newer.
+  if (std::any_of(parked_.begin(), parked_.end(), [&](const auto& entry) { return entry.second.region == region; }))
+    ask_for_region(region);
+}
+
+std::vector<EndpointActor::Parked> EndpointActor::take_parked(const std::function<bool(const Parked&)>& which) {
+  std::vector<Parked> taken;
+  for (auto place = parked_.begin(); place != parked_.end();) {
+    if (which(place->second)) {
+      taken.push_back(std::move(place->second));
+      place = parked_.erase(place);
+    } else {
+      ++place;
+    }
+  }
+  return taken;
 }
 
 void EndpointActor::resolve(Parked& parked, const std::shared_ptr<const RemoteRegion>& region) {
@@ -358,7 +402,7 @@ void EndpointActor::review_parked() {
         place = parked_.erase(place);
         continue;
       }
-      if (parked.question == 0) ask_for_region(parked);
+      if (parked.question == 0) ask_unless_asked(parked.region);
     }
     ++place;
   }
@@ -379,6 +423,7 @@ void EndpointActor::drop_cancelled() {
 }
 
 void EndpointActor::refuse_all_parked(const Status& why) {
+  questions_.clear();
   for (auto& [id, parked] : std::exchange(parked_, {})) refuse(parked, why);
 }
 

@@ -2,6 +2,7 @@
 // look-ups, loss. Everything here is off the path of a batch.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -46,7 +47,12 @@ class EndpointActor final : public caf::event_based_actor {
     RefPtr<TransferState> transfer;
     RegionPromise answer;
     std::string region;
-    std::uint64_t question = 0;  ///< id of the find_region, 0 when none has been asked
+    std::uint64_t question = 0;  ///< id of the find_region asked since it waits, 0 when none has been
+  };
+
+  struct Question {
+    std::uint64_t id = 0;
+    TimePoint asked_at{};
   };
 
   // ---- connecting
@@ -74,9 +80,13 @@ class EndpointActor final : public caf::event_based_actor {
   void submit(const SubmitSlowly& request);
   void find_region(const FindRegion& request);
   void park(Parked parked, Duration limit);
-  void ask_for_region(Parked& parked);
+  /// Asks for the region, however many wait for it.
+  void ask_for_region(const std::string& region);
+  void ask_unless_asked(const std::string& region);
+  void repeat_questions();
   void on_region(std::uint64_t question, const RegionMessage& region);
   void on_region_refused(std::uint64_t question, const Status& why);
+  std::vector<Parked> take_parked(const std::function<bool(const Parked&)>& which);
   void resolve(Parked& parked, const std::shared_ptr<const RemoteRegion>& region);
   void refuse(Parked& parked, const Status& why);
   void review_parked();
@@ -100,6 +110,7 @@ class EndpointActor final : public caf::event_based_actor {
   bool ticking_ = false;
   std::uint64_t next_parked_ = 1;
   std::map<std::uint64_t, Parked> parked_;
+  std::map<std::string, Question, std::less<>> questions_;  ///< by region, those without an answer yet
 };
 
 }  // namespace kvferry

@@ -504,6 +504,7 @@ void Engine::Impl::disconnect(const Peer& peer) {
 
 Result<RemoteHandle> Engine::Impl::find_region(const Peer& peer, const std::string& name) {
   if (Status status = check_peer(peer); !status.is_ok()) return status;
+  if (name.empty()) return {Errc::invalid_argument, "find_region() needs a region's name, this one is empty"};
   auto endpoint = find_endpoint(peer.record()->address());
   if (!endpoint) return peer.record()->refusal();
   auto answer = std::make_shared<std::promise<Result<std::shared_ptr<const RemoteRegion>>>>();

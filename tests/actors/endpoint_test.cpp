@@ -615,6 +615,47 @@ TEST_F(EndpointTest, AsksForAnUnknownRegionThenLaunches) {
   EXPECT_EQ(launched.size(), 1u) << "an answer counts once";
 }
 
+TEST_F(EndpointTest, OneQuestionServesAllThatWaitForARegion) {
+  const auto peer = connected();
+  std::vector<RefPtr<TransferState>> waiting;
+  for (int i = 0; i < 3000; ++i) waiting.push_back(submit(peer, "late"));
+  auto handle = find_region(peer, "late");
+  ASSERT_EQ(said<FindRegionMessage>().size(), 1u);
+  hear(question(), RegionMessage{true, remote("late")});
+  EXPECT_EQ(launched, waiting);
+  EXPECT_TRUE(ready(handle));
+}
+
+TEST_F(EndpointTest, AMissingRegionIsAskedForAgainForThoseWhoCameAfterTheQuestion) {
+  const auto peer = connected();
+  const auto early = submit(peer, "late");
+  const auto asked_early = question();
+  const auto after = submit(peer, "late");
+  hear(asked_early, RegionMessage{});
+  expect_ended(early, Errc::unknown_region);
+  EXPECT_FALSE(after->done()) << "it may have been registered since the question was asked";
+  ASSERT_EQ(said<FindRegionMessage>().size(), 2u);
+  hear(asked_early, RegionMessage{});
+  EXPECT_FALSE(after->done()) << "an answer counts once";
+  hear(question(), RegionMessage{});
+  expect_ended(after, Errc::unknown_region);
+}
+
+TEST_F(EndpointTest, AQuestionThatGetsLostIsRepeated) {
+  const auto peer = connected();
+  const auto waiting = submit(peer, "late");
+  auto handle = find_region(peer, "other");
+  const std::size_t before = said<FindRegionMessage>().size();
+  advance_in_touch(1s);
+  EXPECT_GE(said<FindRegionMessage>().size(), before + 2) << "each of the two again";
+  for (const auto& [id, find] : said<FindRegionMessage>()) hear(id, RegionMessage{true, remote(find.name)});
+  EXPECT_EQ(launched, std::vector{waiting});
+  EXPECT_TRUE(ready(handle));
+  const std::size_t after = said<FindRegionMessage>().size();
+  advance_in_touch(2s);
+  EXPECT_EQ(said<FindRegionMessage>().size(), after) << "nobody waits any more";
+}
+
 TEST_F(EndpointTest, AMissingRegionEndsTheTransfer) {
   const auto peer = connected();
   const auto missing = submit(peer, "nope");
@@ -697,13 +738,14 @@ TEST_F(EndpointTest, ALostQuestionIsAskedAgain) {
   auto handle = find_region(peer, "other");
   const auto first = question();
   lose(peer);
+  const std::size_t asked = said<FindRegionMessage>().size();
   pong();
   hear(round(), welcome());
   rails(peer, true);
-  ASSERT_EQ(said<FindRegionMessage>().size(), 4u);
+  ASSERT_EQ(said<FindRegionMessage>().size(), asked + 2);
   EXPECT_GT(question(), first);
   rails(peer, true);
-  EXPECT_EQ(said<FindRegionMessage>().size(), 4u) << "a further rail is no reason to ask again";
+  EXPECT_EQ(said<FindRegionMessage>().size(), asked + 2) << "a further rail is no reason to ask again";
   for (const auto& [id, find] : said<FindRegionMessage>()) hear(id, RegionMessage{true, remote(find.name)});
   EXPECT_EQ(launched, std::vector{waiting});
   ASSERT_TRUE(ready(handle));

@@ -55,6 +55,20 @@ TEST_P(EngineTest, MovesEverySizeToTheByte) {
   }
 }
 
+TEST_P(EngineTest, StartsThousandsOfTransfersToARegionThatItDoesNotKnowYet) {
+  constexpr std::uint64_t count = 5000;
+  const Region theirs = pair_.target.allocate("late", count * 64).value();
+  const Region ours = pair_.initiator.allocate("local", count * 64).value();
+  fill(theirs.bytes(), 5);
+  std::vector<Transfer> transfers;
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const Slice slice{i * 64, i * 64, 64};
+    transfers.push_back(pair_.initiator.read(pair_.peer, ours, "late", {&slice, 1}, {.deadline = slow(10s)}));
+  }
+  for (const Transfer& transfer : transfers) ASSERT_TRUE(transfer.wait()) << transfer.status().to_string();
+  EXPECT_EQ(wrong_bytes(ours.bytes(), 5), 0u);
+}
+
 TEST_P(EngineTest, MovesMemoryThatTheProgramOwns) {
   std::vector<std::byte> mine(3 * mib);
   std::vector<std::byte> remote(3 * mib);
