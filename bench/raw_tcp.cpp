@@ -12,6 +12,8 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <kvferry/runtime/one_sided.hpp>
+
 namespace kvferry::bench {
 namespace {
 
@@ -90,6 +92,7 @@ ssize_t Share::move(int socket, Direction direction) {
   const iovec whole = first;
   first = {static_cast<std::byte*>(whole.iov_base) + skip_, whole.iov_len - skip_};
   const int count = static_cast<int>(std::min(max_iovecs, pieces_.size() - next_));
+  const OneSidedAccess access;
   const ssize_t moved = direction == Direction::send ? ::writev(socket, &first, count) : ::readv(socket, &first, count);
   const int error = errno;
   first = whole;

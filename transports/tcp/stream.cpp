@@ -7,6 +7,8 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
+#include <kvferry/runtime/one_sided.hpp>
+
 namespace kvferry::tcp {
 namespace {
 
@@ -19,6 +21,11 @@ constexpr std::uint64_t direct_threshold = 4096;
 
 // Most bytes described to one system call: enough to never be the limit, small enough to build fast.
 constexpr std::size_t call_bytes = 64 << 20;
+
+ssize_t send_parts(int fd, const msghdr& header) noexcept {
+  const OneSidedAccess access;
+  return ::sendmsg(fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
 
 }  // namespace
 
@@ -77,7 +84,7 @@ SendQueue::Outcome SendQueue::flush(int fd, std::span<iovec> scratch) noexcept {
     msghdr header{};
     header.msg_iov = scratch.data();
     header.msg_iovlen = gather(scratch);
-    const ssize_t sent = ::sendmsg(fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = send_parts(fd, header);
     if (sent >= 0) {
       advance(static_cast<std::size_t>(sent));
     } else if (errno == EAGAIN) {
@@ -136,7 +143,10 @@ std::size_t Inbox::feed(std::span<const std::byte> staged) noexcept {
   while (used < staged.size() && left_ > 0) {
     const std::uint64_t part_bytes = discarding_ ? left_ : parts_.front().iov_len;
     const std::size_t bytes = std::min<std::uint64_t>(part_bytes, staged.size() - used);
-    if (!discarding_) std::memcpy(parts_.front().iov_base, staged.data() + used, bytes);
+    if (!discarding_) {
+      const OneSidedAccess access;
+      std::memcpy(parts_.front().iov_base, staged.data() + used, bytes);
+    }
     advance(bytes);
     used += bytes;
   }
@@ -201,6 +211,7 @@ ssize_t Stream::read_parts(std::size_t& direct, std::size_t& asked) {
     iovecs[count++] = {staging.data(), staging.size()};
     asked += staging.size();
   }
+  const OneSidedAccess access;
   return ::readv(fd_.get(), iovecs.data(), static_cast<int>(count));
 }
 
