@@ -252,7 +252,7 @@ Result<ModelShape> find_model_shape(std::string_view name) {
   return {Errc::invalid_argument, fmt::format("no model shape is named '{}'; known are {}", name, names)};
 }
 
-Status pack(LayoutSpec& spec, const DimOrder& order) {
+Status place_densely(LayoutSpec& spec, const DimOrder& order) {
   DimOrder sorted = order;
   std::ranges::sort(sorted);
   if (sorted != all_dims) return invalid("the order of dimensions names one twice or lacks one");
@@ -272,7 +272,7 @@ Result<Layout> packed_layout(const ModelShape& model, const PageOptions& options
   spec.blocks = options.blocks;
   spec.tp_size = options.tp_size;
   if (options.dtype == DType::int8) spec.scales = ScaleSpec{.dtype = options.scale_dtype, .placement = {}};
-  if (Status status = pack(spec, order); !status) return status;
+  if (Status status = place_densely(spec, order); !status) return status;
   return Layout::make(spec);
 }
 

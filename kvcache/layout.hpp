@@ -232,7 +232,7 @@ Result<Layout> packed_layout(const ModelShape& model, const PageOptions& options
 /// Fills in values (and the scales' placement, when spec.scales is set) so that nothing lies between
 /// elements: strides in that order, offset 0, region_bytes the exact need.
 /// Errors: invalid_argument (an order that names a dimension twice), too_large.
-Status pack(LayoutSpec& spec, const DimOrder& order);
+Status place_densely(LayoutSpec& spec, const DimOrder& order);
 
 // ---------------------------------------------------------------- wire form
 

@@ -21,7 +21,7 @@ LayoutSpec small_spec() {
   spec.head_size = 8;
   spec.block_tokens = 4;
   spec.blocks = 5;
-  EXPECT_TRUE(pack(spec, page_order::vllm_nhd));
+  EXPECT_TRUE(place_densely(spec, page_order::vllm_nhd));
   return spec;
 }
 
@@ -29,7 +29,7 @@ LayoutSpec int8_spec() {
   LayoutSpec spec = small_spec();
   spec.dtype = DType::int8;
   spec.scales = ScaleSpec{.dtype = DType::fp16, .placement = {}};
-  EXPECT_TRUE(pack(spec, page_order::vllm_hnd));
+  EXPECT_TRUE(place_densely(spec, page_order::vllm_hnd));
   return spec;
 }
 
@@ -81,7 +81,7 @@ TEST(Layout, RanksShareHeadsAsEnginesDo) {
   LayoutSpec spec = small_spec();
   const auto heads = [&](std::uint32_t tp_size, std::uint32_t rank) {
     spec.tp_size = tp_size;
-    EXPECT_TRUE(pack(spec, page_order::vllm_nhd));
+    EXPECT_TRUE(place_densely(spec, page_order::vllm_nhd));
     return Layout::make(spec).value().heads_of(rank);
   };
   EXPECT_EQ(heads(1, 0), (HeadRange{0, 4}));
@@ -149,7 +149,7 @@ TEST(LayoutRefusals, AddressesBeyond64BitsAreRefused) {
   expect_error(refusal([](auto& s) { s.values.offset = ~std::uint64_t{0}; }), Errc::too_large, "64 bits");
   LayoutSpec spec = small_spec();
   spec.layers = spec.block_tokens = spec.blocks = UINT32_MAX;
-  expect_error(pack(spec, page_order::vllm_nhd), Errc::too_large, "64 bits");
+  expect_error(place_densely(spec, page_order::vllm_nhd), Errc::too_large, "64 bits");
 }
 
 TEST(LayoutRefusals, ScalesAndDtypeMustFit) {
@@ -165,7 +165,7 @@ TEST(LayoutRefusals, ScalesAndDtypeMustFit) {
 
 TEST(LayoutRefusals, AnOrderNamesEachDimensionOnce) {
   LayoutSpec spec = small_spec();
-  expect_error(pack(spec, {Dim::layer, Dim::part, Dim::block, Dim::token, Dim::token}), Errc::invalid_argument,
+  expect_error(place_densely(spec, {Dim::layer, Dim::part, Dim::block, Dim::token, Dim::token}), Errc::invalid_argument,
                "order of dimensions");
 }
 
@@ -238,7 +238,7 @@ TEST(Exchange, PlacementMayDiffer) {
   other.block_tokens = 16;
   other.blocks = 3;
   other.tp_size = 8;
-  ASSERT_TRUE(pack(other, page_order::vllm_block_first_hnd));
+  ASSERT_TRUE(place_densely(other, page_order::vllm_block_first_hnd));
   EXPECT_TRUE(check_exchange(source, Layout::make(other).value()).is_ok());
 }
 
@@ -247,7 +247,7 @@ TEST(Exchange, EveryFieldThatDiffersIsNamedWithBothValues) {
   const auto refused = [&](auto&& change) {
     LayoutSpec spec = small_spec();
     change(spec);
-    EXPECT_TRUE(pack(spec, page_order::vllm_nhd));
+    EXPECT_TRUE(place_densely(spec, page_order::vllm_nhd));
     return check_exchange(source, Layout::make(spec).value());
   };
   expect_error(refused([](auto& s) { s.layers = 3; }), Errc::unsupported,
