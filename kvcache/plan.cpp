@@ -257,9 +257,9 @@ class Planner {
     return walk;
   }
 
-  bool is_whole(const Segment& segment) const {
-    return segment.tokens == local_tokens_ && segment.tokens == remote_tokens_;
-  }
+  /// Covers its local block. Where the remote block is larger, no stride there continues the run
+  /// beyond the tokens, so nothing else has to be asked.
+  bool is_whole(const Segment& segment) const { return segment.tokens == local_tokens_; }
 
   std::size_t most_runs() const {
     std::size_t runs = 0;
