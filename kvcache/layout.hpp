@@ -167,7 +167,8 @@ namespace page_order {
 using enum Dim;
 
 /// One tensor (2, blocks, block_size, heads, head_size) for each layer: vLLM's FlashAttention backend
-/// (FlashAttentionBackend::get_kv_cache_shape), layout NHD.
+/// (FlashAttentionBackend::get_kv_cache_shape), layout NHD. With MLA: MLACommonBackend's
+/// (blocks, block_size, size).
 inline constexpr DimOrder vllm_nhd{layer, part, block, token, head};
 /// The same backend with VLLM_KV_CACHE_LAYOUT=HND: get_kv_cache_stride_order gives (0, 1, 3, 2, 4).
 inline constexpr DimOrder vllm_hnd{layer, part, block, head, token};

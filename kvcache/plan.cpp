@@ -123,7 +123,7 @@ std::vector<Segment> segments_of(const PlanSide& local, const PlanSide& remote, 
 /// Collects runs and joins each with the one before when they touch on both sides.
 class RunSink {
  public:
-  explicit RunSink(std::size_t most_runs) { slices_.reserve(most_runs); }
+  explicit RunSink(std::size_t most_runs) { slices_.reserve(std::min(most_runs, most_reserved)); }
 
   void add(std::uint64_t local, std::uint64_t remote, std::uint64_t length) {
     if (local == local_end_ && remote == remote_end_ && !slices_.empty()) {
@@ -147,6 +147,9 @@ class RunSink {
   }
 
  private:
+  /// 96 MiB. A bound above it says more of the request than of what will be left after joining.
+  static constexpr std::size_t most_reserved = 4u << 20;
+
   std::vector<Slice> slices_;
   std::uint64_t local_end_ = 0;
   std::uint64_t remote_end_ = 0;

@@ -52,6 +52,10 @@ void expect_error(const Status& status, Errc code, std::string_view part) {
   EXPECT_NE(status.text().find(part), std::string_view::npos) << status.text() << "\nshould name: " << part;
 }
 
+std::vector<std::uint64_t> repeated(int count, int length) {
+  return std::vector<std::uint64_t>(static_cast<std::size_t>(count), static_cast<std::uint64_t>(length));
+}
+
 std::vector<std::uint64_t> lengths(const Case& one) {
   std::vector<std::uint64_t> found;
   const auto slices = one.plan();
@@ -73,37 +77,37 @@ TEST(Plan, ScatteredBlocksAreASliceForEachLayerAndPart) {
   Case one{layout(page_order::vllm_nhd), layout(page_order::vllm_nhd)};
   one.source_blocks = {7, 2};
   one.destination_blocks = {1, 5};
-  EXPECT_EQ(lengths(one), std::vector<std::uint64_t>(2 * 2 * 2, 4 * 4 * 16)) << "layers x parts x blocks";
+  EXPECT_EQ(lengths(one), repeated(2 * 2 * 2, 4 * 4 * 16)) << "layers x parts x blocks";
 }
 
 TEST(Plan, NeighbouringBlocksAreMerged) {
   Case one{layout(page_order::vllm_hnd), layout(page_order::vllm_hnd)};
   one.source_blocks = {5, 6};
   one.destination_blocks = {1, 2};
-  EXPECT_EQ(lengths(one), std::vector<std::uint64_t>(2 * 2, 2 * 4 * 4 * 16));
+  EXPECT_EQ(lengths(one), repeated(2 * 2, 2 * 4 * 4 * 16));
 }
 
 TEST(Plan, NeighboursThatComeBackwardsAreMergedToo) {
   Case one{layout(page_order::vllm_nhd), layout(page_order::vllm_nhd)};
   one.source_blocks = {6, 5};
   one.destination_blocks = {2, 1};
-  EXPECT_EQ(lengths(one), std::vector<std::uint64_t>(2 * 2, 2 * 4 * 4 * 16));
+  EXPECT_EQ(lengths(one), repeated(2 * 2, 2 * 4 * 4 * 16));
 }
 
 TEST(Plan, BlockFirstMovesAllLayersOfABlockAtOnce) {
   Case one{layout(page_order::vllm_block_first_nhd), layout(page_order::vllm_block_first_nhd)};
   one.source_blocks = {7, 2};
   one.destination_blocks = {1, 5};
-  EXPECT_EQ(lengths(one), std::vector<std::uint64_t>(2, one.source.block_bytes()));
+  EXPECT_EQ(lengths(one), (std::vector{one.source.block_bytes(), one.source.block_bytes()}));
   one.layers = {1, 2};
-  EXPECT_EQ(lengths(one), std::vector<std::uint64_t>(2, one.source.block_bytes() / 2));
+  EXPECT_EQ(lengths(one), (std::vector{one.source.block_bytes() / 2, one.source.block_bytes() / 2}));
 }
 
 TEST(Plan, OtherOrdersOfHeadsAndTokensBreakRunsToOneHead) {
   Case one{layout(page_order::vllm_nhd), layout(page_order::vllm_hnd)};
   one.tokens = {0, 4};
   one.layers = {0, 1};
-  EXPECT_EQ(lengths(one), std::vector<std::uint64_t>(2 * 4 * 4, 16)) << "parts x tokens x heads";
+  EXPECT_EQ(lengths(one), repeated(2 * 4 * 4, 16)) << "parts x tokens x heads";
 }
 
 TEST(Plan, OtherBlockSizesCutAtTheSmaller) {
@@ -111,9 +115,9 @@ TEST(Plan, OtherBlockSizesCutAtTheSmaller) {
   one.source_blocks = {6, 3};
   one.destination_blocks = {2};
   one.layers = {0, 1};
-  EXPECT_EQ(lengths(one), std::vector<std::uint64_t>(2 * 2, 4 * 4 * 16));
+  EXPECT_EQ(lengths(one), repeated(2 * 2, 4 * 4 * 16));
   one.source_blocks = {3, 4};
-  EXPECT_EQ(lengths(one), std::vector<std::uint64_t>(2, 8 * 4 * 16)) << "neighbours fill the larger block at once";
+  EXPECT_EQ(lengths(one), repeated(2, 8 * 4 * 16)) << "neighbours fill the larger block at once";
 }
 
 TEST(Plan, TheInitiatorsOffsetsAreLocal) {
@@ -138,7 +142,7 @@ TEST(Plan, MlaIsALayoutLikeAnyOther) {
   one.tokens = {0, 64};
   one.layers = {0, 61};
   for (one.destination_rank = 0; one.destination_rank < 8; ++one.destination_rank)
-    EXPECT_EQ(lengths(one), std::vector<std::uint64_t>(61, 72 * 1024)) << "every rank needs the whole latent";
+    EXPECT_EQ(lengths(one), repeated(61, 72 * 1024)) << "every rank needs the whole latent";
 }
 
 TEST(Plan, EmptyRangesAreEmptyPlans) {

@@ -75,9 +75,8 @@ inline std::pair<Layout, Layout> random_pair(Random& random) {
     if (spec.scales) place_anywhere(random, spec, dtype_bytes(spec.scales->dtype), spec.scales->placement);
     return Layout::make(spec).value();
   };
-  Layout source = make();
-  Layout destination = make();
-  return {std::move(source), std::move(destination)};
+  const Layout source = make();
+  return {source, make()};
 }
 
 /// A block table for `tokens` tokens: shuffled, in order, or backwards.

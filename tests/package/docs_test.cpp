@@ -76,6 +76,12 @@ TEST(Docs, ReadmeShowsTheProgramThatIsTested) {
       << "README.md's program and tests/package/consumer/main.cpp differ";
 }
 
+TEST(Docs, KvcachePageShowsTheProgramThatIsTested) {
+  EXPECT_NE(content_of("docs/kvcache.md").find("```cpp\n" + content_of("tests/kvcache/example.cpp") + "```"),
+            std::string::npos)
+      << "docs/kvcache.md's program and tests/kvcache/example.cpp differ";
+}
+
 TEST(Docs, EveryLinkedFileExists) {
   std::set<std::filesystem::path> pages{"README.md", "CHANGELOG.md"};
   for (const auto& entry : std::filesystem::directory_iterator(source_dir / "docs"))
