@@ -126,11 +126,12 @@ TEST(Plan, TheInitiatorsOffsetsAreLocal) {
   one.destination_blocks = {1};
   one.tokens = {1, 3};
   one.layers = {1, 2};
+  constexpr std::uint64_t two_tokens = 128;  // of 4 heads of 16 bytes
   const std::uint64_t from = one.source.address(1, Part::k, 7, 1, 0);
   const std::uint64_t to = one.destination.address(1, Part::k, 1, 1, 0);
-  EXPECT_EQ(one.plan().value().front(), (Slice{to, from, 2 * 4 * 16}));
+  EXPECT_EQ(one.plan().value().front(), (Slice{to, from, two_tokens}));
   one.initiator = Initiator::source;
-  EXPECT_EQ(one.plan().value().front(), (Slice{from, to, 2 * 4 * 16}));
+  EXPECT_EQ(one.plan().value().front(), (Slice{from, to, two_tokens}));
 }
 
 TEST(Plan, MlaIsALayoutLikeAnyOther) {

@@ -3,11 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
+#include <initializer_list>
 #include <utility>
 #include <vector>
-
-#include <gtest/gtest.h>
 
 #include <kvferry/kvcache/layout.hpp>
 
