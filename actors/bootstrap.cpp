@@ -112,6 +112,7 @@ void BootstrapActor::receive_some() {
   for (int i = 0; i < portion && !mailbox().empty(); ++i) {
     receive(
         [this](const Dial& request) { dial(request); }, [this](const SendControl& control) { send_control(control); },
+        [this](const PortAnswered& answered) { send_port_answer(answered); },
         [this](const HangUp& request) { hang_up(request.line); }, [this](StopBootstrap) { stopping_ = true; },
         caf::others >> [](caf::message_view&) -> caf::result<caf::message> { return caf::sec::unexpected_message; });
   }
@@ -155,6 +156,13 @@ void BootstrapActor::send_control(const SendControl& control) {
   found->second.dealer.send(zmq::buffer(control.bytes), zmq::send_flags::dontwait);
 }
 
+void BootstrapActor::send_port_answer(const PortAnswered& answered) {
+  zmq::socket_t& router = listener_.router();
+  router.send(zmq::buffer(answered.routing), zmq::send_flags::sndmore | zmq::send_flags::dontwait);
+  router.send(zmq::buffer(BootstrapService::encode_port_answer(answered.id, answered.answer)),
+              zmq::send_flags::dontwait);
+}
+
 void BootstrapActor::serve_router() {
   zmq::socket_t& router = listener_.router();
   for (int i = 0; i < portion; ++i) {
@@ -168,7 +176,11 @@ void BootstrapActor::serve_router() {
       if (parts++ == 0) body = std::move(part);
     }
     if (parts != 1) continue;
-    const auto answer = service_->answer(bytes_of(body), Clock::now());
+    const auto later = [self = caf::actor_cast<caf::actor>(this), routing = peer.to_string()](
+                           std::uint64_t id, Result<std::string> served) {
+      caf::anon_send(self, PortAnswered{routing, id, std::move(served)});
+    };
+    const auto answer = service_->answer(bytes_of(body), Clock::now(), later);
     if (!answer) continue;
     router.send(peer, zmq::send_flags::sndmore | zmq::send_flags::dontwait);
     router.send(zmq::buffer(*answer), zmq::send_flags::dontwait);

@@ -58,6 +58,7 @@ class BootstrapActor final : public caf::blocking_actor {
   void receive_some();
   void dial(const Dial& dial);
   void hang_up(std::uint64_t number);
+  void send_port_answer(const PortAnswered& answered);
   void send_control(const SendControl& control);
   void serve_router();
   void serve_zap();

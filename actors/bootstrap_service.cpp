@@ -9,7 +9,9 @@ namespace kvferry {
 
 void BootstrapService::set_ports(std::vector<PortAdvert> ports) { ports_ = std::move(ports); }
 
-std::optional<std::string> BootstrapService::answer(std::span<const std::byte> bytes, TimePoint now) {
+std::optional<std::string> BootstrapService::answer(
+    std::span<const std::byte> bytes, TimePoint now,
+    const std::function<void(std::uint64_t, Result<std::string>)>& later) {
   auto message = decode(bytes);
   if (!message) {
     parts_.metrics->malformed_messages.fetch_add(1, std::memory_order_relaxed);
@@ -23,9 +25,26 @@ std::optional<std::string> BootstrapService::answer(std::span<const std::byte> b
   if (const auto* hello = std::get_if<HelloMessage>(&body)) return encode({message->id, reply(*hello, now)});
   if (const auto* ping = std::get_if<PingMessage>(&body)) return encode({message->id, reply(*ping, now)});
   if (const auto* find = std::get_if<FindRegionMessage>(&body)) return encode({message->id, reply(*find, now)});
+  if (const auto* channel = std::get_if<ChannelMessage>(&body)) {
+    if (!parts_.peers->touch_session(channel->incarnation, now))
+      return encode({message->id, refuse(Errc::access_denied, "only a connected engine may open channels")});
+    if (!parts_.serve_port || !later)
+      return encode({message->id, refuse(Errc::unsupported, "this engine opens no channels on request")});
+    parts_.serve_port(*channel,
+                      [later, id = message->id](Result<std::string> served) { later(id, std::move(served)); });
+    return std::nullopt;
+  }
   if (const auto* bye = std::get_if<ByeMessage>(&body))
     end_session(bye->incarnation, {Errc::peer_lost, "the peer's engine ended"});
   return std::nullopt;
+}
+
+std::string BootstrapService::encode_port_answer(std::uint64_t id, const Result<std::string>& answer) {
+  if (answer) return encode({id, ChannelAnswerMessage{*answer}});
+  std::string text(answer.status().text());
+  if (text.size() > max_control_string) text.resize(max_control_string);
+  return encode(
+      {id, RefusedMessage{protocol_version, static_cast<std::uint32_t>(answer.status().code()), std::move(text)}});
 }
 
 ControlBody BootstrapService::reply(const HelloMessage& hello, TimePoint now) {

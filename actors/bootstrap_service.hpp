@@ -33,6 +33,8 @@ class BootstrapService {
     MetricCounters* metrics = nullptr;
     /// Transport → descriptor of a region, as given at registration.
     std::function<std::vector<std::pair<std::string, std::string>>(RegionKey)> descriptors;
+    /// Has a port of this engine answer a peer's port; calls back with the answer, on any thread. May be empty.
+    std::function<void(const ChannelMessage&, std::function<void(Result<std::string>)>)> serve_port;
     /// Ends the connections of a session that is over.
     std::function<void(SessionId, const Status&)> drop_session;
   };
@@ -43,7 +45,12 @@ class BootstrapService {
   void set_ports(std::vector<PortAdvert> ports);
 
   /// The answer to one message of a peer, or nothing (bye, malformed bytes). Never throws.
-  std::optional<std::string> answer(std::span<const std::byte> bytes, TimePoint now);
+  std::optional<std::string> answer(std::span<const std::byte> bytes, TimePoint now) { return answer(bytes, now, {}); }
+  /// The same; an answer that takes a port's thread is given to `later` with its message id, on any thread.
+  std::optional<std::string> answer(std::span<const std::byte> bytes, TimePoint now,
+                                    const std::function<void(std::uint64_t, Result<std::string>)>& later);
+  /// The message that tells a peer what its port's request came to.
+  static std::string encode_port_answer(std::uint64_t id, const Result<std::string>& answer);
 
   /// Ends sessions that showed no sign of life since `limit`.
   void expire_sessions(TimePoint limit);

@@ -44,6 +44,19 @@ struct ReleaseRegion {
 struct DropSession {
   SessionId session = 0;
 };
+/// The peer's answer to a port's request.
+struct AnswerPort {
+  std::string transport;
+  ChannelId channel = 0;
+  Result<std::string> answer;
+};
+/// A peer's port asks one of this engine's; `answer` may be called on any thread, once.
+struct ServePort {
+  std::string transport;
+  std::string address;
+  std::string request;
+  std::function<void(Result<std::string>)> answer;
+};
 struct StopPoller {
   Status why;
 };
@@ -72,6 +85,10 @@ struct RailReport {
 struct ReopenRail {
   std::uint32_t peer = 0;
   std::uint32_t rail = 0;
+};
+struct AskPort {
+  std::uint32_t group = 0;
+  PortRequest request;
 };
 struct Orphan {
   std::uint32_t group = 0;
@@ -114,6 +131,11 @@ struct FindRegion {
   std::string name;
   RegionPromise answer;
 };
+/// A port of the group has something to ask the peer's port.
+struct RelayRequest {
+  caf::actor poller;
+  PortRequest request;
+};
 struct Disconnect {
   PeerPtr peer;
 };
@@ -141,6 +163,12 @@ struct SendControl {
   std::uint64_t line = 0;
   std::string bytes;
 };
+/// The answer of a port to a peer that waits for it.
+struct PortAnswered {
+  std::string routing;  ///< ZeroMQ's name of the peer's connection
+  std::uint64_t id = 0;
+  Result<std::string> answer;
+};
 struct HangUp {
   std::uint64_t line = 0;
 };
@@ -159,6 +187,11 @@ CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::OpenRail)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::ClosePeer)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::ReleaseRegion)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::DropSession)
+CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::AnswerPort)
+CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::ServePort)
+CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::AskPort)
+CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::RelayRequest)
+CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::PortAnswered)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::StopPoller)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::AddPeer)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::RemovePeer)

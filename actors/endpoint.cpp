@@ -14,7 +14,11 @@ constexpr auto lost_interest = std::chrono::minutes(5);
 
 // High numbers, so that they never meet those of handshakes.
 constexpr std::uint64_t first_question = std::uint64_t{1} << 32;
-bool is_question(std::uint64_t id) { return id >= first_question; }
+constexpr std::uint64_t first_relayed = std::uint64_t{1} << 48;
+bool is_question(std::uint64_t id) { return id >= first_question && id < first_relayed; }
+bool is_relayed(std::uint64_t id) { return id >= first_relayed; }
+// Ports give up by themselves; what they asked need not be remembered for longer than any of them would.
+constexpr std::size_t most_relayed = 4096;
 
 }  // namespace
 
@@ -28,6 +32,7 @@ caf::behavior EndpointActor::make_behavior() {
           [this](const RailsChanged& changed) { on_rails(changed); },
           [this](const SubmitSlowly& request) { submit(request); },
           [this](const FindRegion& request) { find_region(request); },
+          [this](const RelayRequest& request) { relay(request); },
           [this](const Disconnect& request) { disconnect(request); },
           [this](HeartbeatTick beat) {
             tick();
@@ -70,6 +75,7 @@ caf::behavior EndpointActor::make_behavior() {
 void EndpointActor::on_exit() {
   fail_waiters({Errc::shutting_down, "the engine is being destroyed"});
   refuse_all_parked({Errc::shutting_down, "the engine is being destroyed"});
+  relayed_.clear();
   parts_.bootstrap = nullptr;
   parts_.scheduler = nullptr;
   parts_.launch = nullptr;
@@ -146,7 +152,9 @@ std::vector<RailPlan> EndpointActor::plan_rails(const WelcomeMessage& welcome, s
       reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", transport->name(), reaches.text());
       continue;
     }
-    for (int i = 0; i < parts_.config->rails; ++i) {
+    // At least one rail for each card, or the other cards would lie idle.
+    const int rails = std::max(parts_.config->rails, static_cast<int>(transport->paths()));
+    for (int i = 0; i < rails; ++i) {
       RailPlan plan;
       plan.group = static_cast<std::uint32_t>(i % parts_.config->pollers);
       plan.spec.tier = tier;
@@ -157,6 +165,7 @@ std::vector<RailPlan> EndpointActor::plan_rails(const WelcomeMessage& welcome, s
       channel.host = welcome.data_host.empty() ? parts_.host : welcome.data_host;
       channel.token = welcome.token;
       channel.target_incarnation = welcome.incarnation;
+      channel.path = static_cast<std::uint32_t>(i);
       plans.push_back(std::move(plan));
     }
     ++tier;
@@ -393,6 +402,22 @@ void EndpointActor::refuse(Parked& parked, const Status& why) {
   parked.transfer->complete(why);
 }
 
+void EndpointActor::relay(const RelayRequest& request) {
+  const std::uint64_t id = first_relayed + next_relayed_++;
+  if (relayed_.size() >= most_relayed) relayed_.erase(relayed_.begin());
+  relayed_.emplace(id, Relayed{request.poller, request.request.transport, request.request.channel});
+  ask(id,
+      ChannelMessage{parts_.incarnation, request.request.transport, request.request.address, request.request.bytes});
+}
+
+void EndpointActor::on_port_answer(std::uint64_t id, const Result<std::string>& answer) {
+  const auto found = relayed_.find(id);
+  if (found == relayed_.end()) return;
+  last_seen_ = clock().now();
+  send(found->second.poller, AnswerPort{found->second.transport, found->second.channel, answer});
+  relayed_.erase(found);
+}
+
 void EndpointActor::review_parked() {
   for (auto place = parked_.begin(); place != parked_.end();) {
     Parked& parked = place->second;
@@ -437,7 +462,9 @@ void EndpointActor::on_control(const ControlMessage& message) {
                           ? static_cast<Errc>(refused->code)
                           : Errc::internal;
     const Status why = Status(code, refused->text).with_context(fmt::format("refused by {}", parts_.address));
-    if (is_question(message.id))
+    if (is_relayed(message.id))
+      on_port_answer(message.id, why);
+    else if (is_question(message.id))
       on_region_refused(message.id, why);
     else if (message.id == handshake_round_ || message.id == 0)  // 0: it could not even read our number
       on_refused(why);
@@ -445,6 +472,8 @@ void EndpointActor::on_control(const ControlMessage& message) {
     on_pong(*pong);
   } else if (const auto* region = std::get_if<RegionMessage>(&message.body)) {
     if (is_question(message.id)) on_region(message.id, *region);
+  } else if (const auto* answer = std::get_if<ChannelAnswerMessage>(&message.body)) {
+    on_port_answer(message.id, answer->answer);
   }
 }
 

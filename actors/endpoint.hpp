@@ -90,6 +90,11 @@ class EndpointActor final : public caf::event_based_actor {
   void resolve(Parked& parked, const std::shared_ptr<const RemoteRegion>& region);
   void refuse(Parked& parked, const Status& why);
   void review_parked();
+
+  // ---- ports' requests
+  void relay(const RelayRequest& request);
+  void on_port_answer(std::uint64_t id, const Result<std::string>& answer);
+
   void drop_cancelled();
   void refuse_all_parked(const Status& why);
 
@@ -110,6 +115,13 @@ class EndpointActor final : public caf::event_based_actor {
   bool ticking_ = false;
   std::uint64_t next_parked_ = 1;
   std::map<std::uint64_t, Parked> parked_;
+  struct Relayed {
+    caf::actor poller;
+    std::string transport;
+    ChannelId channel = 0;
+  };
+  std::map<std::uint64_t, Relayed> relayed_;  ///< by id, those without an answer yet
+  std::uint64_t next_relayed_ = 1;
   std::map<std::string, Question, std::less<>> questions_;  ///< by region, those without an answer yet
 };
 

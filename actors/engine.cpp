@@ -24,6 +24,9 @@
 #include <kvferry/runtime/log.hpp>
 #include <kvferry/transports/shm/shm_transport.hpp>
 #include <kvferry/transports/tcp/tcp_transport.hpp>
+#if KVFERRY_HAS_VERBS
+#include <kvferry/transports/verbs/verbs_transport.hpp>
+#endif
 
 namespace kvferry {
 namespace {
@@ -123,16 +126,37 @@ Duration copy_time(std::span<const Slice> slices) {
   return std::chrono::microseconds(std::min<std::uint64_t>(bytes / bytes_per_microsecond, longest.count()));
 }
 
-std::vector<std::shared_ptr<Transport>> built_in_transports(const EngineConfig& config) {
+Result<std::shared_ptr<Transport>> make_verbs([[maybe_unused]] const VerbsConfig& config) {
+#if KVFERRY_HAS_VERBS
+  return make_verbs_transport(config);
+#else
+  return {Errc::unsupported,
+          "this kvferry was built without RDMA (KVFERRY_WITH_VERBS): install libibverbs-dev and "
+          "build it again"};
+#endif
+}
+
+Result<std::vector<std::shared_ptr<Transport>>> built_in_transports(const EngineConfig& config) {
   std::vector<std::string> names = config.transports;
-  if (names.empty()) {
+  const bool automatic = names.empty();
+  if (automatic) {
     if (config.shm.enabled) names.emplace_back("shm");
+    if (config.verbs.enabled) names.emplace_back("verbs");
     names.emplace_back("tcp");
   }
   std::vector<std::shared_ptr<Transport>> transports;
   for (const auto& name : names) {
     if (name == "shm") transports.push_back(make_shm_transport(config.shm));
     if (name == "tcp") transports.push_back(make_tcp_transport(config.tcp));
+    if (name != "verbs") continue;
+    auto verbs = make_verbs(config.verbs);
+    if (verbs) {
+      transports.push_back(std::move(*verbs));
+    } else if (!automatic || !config.verbs.devices.empty()) {
+      return verbs.status();
+    } else {
+      log(LogLevel::debug, fmt::format("without RDMA: {}", verbs.status().text()));
+    }
   }
   return transports;
 }
@@ -224,7 +248,8 @@ class Engine::Impl {
   caf::actor scheduler_;
   caf::actor bootstrap_;
   std::vector<Group> groups_;
-  std::shared_ptr<TransferOwner> owner_;  ///< of transfers: reaches every group
+  std::vector<std::vector<PortAdvert>> group_ports_;  ///< by group
+  std::shared_ptr<TransferOwner> owner_;              ///< of transfers: reaches every group
   std::mutex endpoints_mutex_;
   std::map<std::string, caf::actor> endpoints_;
   std::uint64_t next_line_ = 1;
@@ -236,7 +261,11 @@ Status Engine::Impl::start() {
   if (Status status = config_.apply_environment(); !status.is_ok()) return status;
   if (Status status = config_.validate(); !status.is_ok()) return status;
   if (config_.name.empty()) config_.name = default_name();
-  if (transports_.empty()) transports_ = built_in_transports(config_);
+  if (transports_.empty()) {
+    auto built_in = built_in_transports(config_);
+    if (!built_in) return built_in.status();
+    transports_ = std::move(*built_in);
+  }
   facts_ = local_host();
 
   const auto listen = parse_address(config_.listen);
@@ -301,7 +330,8 @@ Status Engine::Impl::start_groups(const std::string& listen_host, std::vector<Po
       context.listen_host = listen_host;
       if (Status status = core->add_port(*transport, context); !status.is_ok()) return status;
     }
-    for (auto& advert : core->adverts()) adverts.push_back(std::move(advert));
+    group_ports_.push_back(core->adverts());
+    adverts.insert(adverts.end(), group_ports_.back().begin(), group_ports_.back().end());
     cores.push_back(std::move(core));
     submissions.push_back(group.submissions);
     groups_.push_back(std::move(group));
@@ -324,6 +354,14 @@ void Engine::Impl::start_bootstrap(ControlListener listener, std::vector<PortAdv
   parts.regions = &regions_;
   parts.metrics = &metrics_;
   parts.descriptors = [this](RegionKey key) { return descriptors(key); };
+  parts.serve_port = [this](const ChannelMessage& message, std::function<void(Result<std::string>)> answer) {
+    for (std::size_t i = 0; i < groups_.size(); ++i)
+      for (const PortAdvert& advert : group_ports_[i])
+        if (advert.transport == message.transport && advert.address == message.address)
+          return caf::anon_send(groups_[i].actor,
+                                ServePort{message.transport, message.address, message.request, std::move(answer)});
+    answer(Status(Errc::unreachable, "no port has that address"));
+  };
   parts.drop_session = [this](SessionId session, const Status& why) {
     const auto slot = static_cast<std::uint32_t>(session);
     for (const Group& group : groups_) caf::anon_send(group.actor, DropSession{session});

@@ -82,6 +82,8 @@ void PollerActor::receive_some() {
         [this](const ReleaseRegion& release) {
           core_->release_region(release.region, Clock::now(), [done = release.done] { done->set_value(); });
         },
+        [this](const AnswerPort& given) { core_->on_answer(given.transport, given.channel, given.answer); },
+        [this](const ServePort& asked) { asked.answer(core_->serve(asked.transport, asked.address, asked.request)); },
         [this](const DropSession& drop) { core_->drop_session(drop.session); },
         [this](const StopPoller& stop) {
           stopping_ = true;
@@ -135,6 +137,8 @@ void ReportToScheduler::rail_up(std::uint32_t peer, std::uint32_t rail) {
 void ReportToScheduler::rail_down(std::uint32_t peer, std::uint32_t rail, const Status& why) {
   caf::anon_send(scheduler_, RailReport{group_, peer, rail, false, why});
 }
+
+void ReportToScheduler::request(const PortRequest& request) { caf::anon_send(scheduler_, AskPort{group_, request}); }
 
 void ReportToScheduler::orphaned(RefPtr<TransferState> transfer, const Status& why) {
   caf::anon_send(scheduler_, Orphan{group_, std::move(transfer), why});

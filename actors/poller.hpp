@@ -37,6 +37,7 @@ class ReportToScheduler final : public PollerEvents {
   ReportToScheduler(caf::actor scheduler, std::uint32_t group) : scheduler_(std::move(scheduler)), group_(group) {}
   void rail_up(std::uint32_t peer, std::uint32_t rail) override;
   void rail_down(std::uint32_t peer, std::uint32_t rail, const Status& why) override;
+  void request(const PortRequest& request) override;
   void orphaned(RefPtr<TransferState> transfer, const Status& why) override;
 
  private:

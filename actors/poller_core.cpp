@@ -18,6 +18,13 @@ class PollerCore::PortSlot final : public PortEvents {
   void on_channel_up(ChannelId channel) override { core_.on_channel(*this, channel, true, {}); }
   void on_channel_down(ChannelId channel, const Status& why) override { core_.on_channel(*this, channel, false, why); }
 
+  void on_request(ChannelId channel, std::string request) override {
+    const auto found = rails.find(channel);
+    if (found == rails.end()) return;
+    const auto& [lane, rail] = found->second;
+    core_.parts_.events->request({lane->peer, channel, name_, rail->spec.channel.address, std::move(request)});
+  }
+
   std::optional<SessionId> authorize(const Token& token) override { return core_.parts_.peers->authorize(token); }
 
   bool on_notification(SessionId session, std::uint64_t sequence, std::uint32_t immediate) override {
@@ -101,6 +108,18 @@ std::vector<PortAdvert> PollerCore::adverts() const {
   adverts.reserve(ports_.size());
   for (const auto& slot : ports_) adverts.push_back({slot->name(), slot->port->address()});
   return adverts;
+}
+
+void PollerCore::on_answer(const std::string& transport, ChannelId channel, const Result<std::string>& answer) {
+  for (const auto& slot : ports_)
+    if (slot->name() == transport) slot->port->on_answer(channel, answer);
+}
+
+Result<std::string> PollerCore::serve(const std::string& transport, const std::string& address,
+                                      std::string_view request) {
+  for (const auto& slot : ports_)
+    if (slot->name() == transport && slot->port->address() == address) return slot->port->serve(request);
+  return {Errc::unreachable, fmt::format("there is no such port of the transport '{}' here", transport)};
 }
 
 std::vector<int> PollerCore::wait_fds() const {

@@ -33,11 +33,22 @@ struct RailSpec {
 };
 
 /// What a poller reports; called on its thread from inside step().
+/// What PortEvents::on_request() was given, and where to.
+struct PortRequest {
+  std::uint32_t peer = 0;
+  ChannelId channel = 0;
+  std::string transport;
+  std::string address;  ///< of the peer's port
+  std::string bytes;
+};
+
 class PollerEvents {
  public:
   virtual ~PollerEvents() = default;
   virtual void rail_up(std::uint32_t peer, std::uint32_t rail) = 0;
   virtual void rail_down(std::uint32_t peer, std::uint32_t rail, const Status& why) = 0;
+  /// A port's words to the peer's port at `address`; the answer comes back to PollerCore::on_answer().
+  virtual void request(const PortRequest& request) = 0;
   /// No rail of this poller can carry the transfer any more; nothing of it is in flight.
   virtual void orphaned(RefPtr<TransferState> transfer, const Status& why) = 0;
 };
@@ -68,6 +79,10 @@ class PollerCore {
   Status add_port(Transport& transport, const PortContext& context);
   /// The ports' addresses for the handshake: transport → address.
   std::vector<PortAdvert> adverts() const;
+  /// Initiator's side: what became of a request.
+  void on_answer(const std::string& transport, ChannelId channel, const Result<std::string>& answer);
+  /// Target's side: lets the port of that address answer a request of a peer's port.
+  Result<std::string> serve(const std::string& transport, const std::string& address, std::string_view request);
 
   // ---- commands
   void open_rail(std::uint32_t peer, const RailSpec& spec);

@@ -27,6 +27,7 @@ caf::behavior SchedulerActor::make_behavior() {
           [this](const RailReport& report) { on_report(report); },
           [this](const ReopenRail& again) { reopen(again); },
           [this](const Orphan& orphan) { reroute(orphan); },
+          [this](const AskPort& ask) { relay(ask); },
           [this](const SplitTransfer& request) { split(request); },
           [this](StopScheduler) { quit(); }};
 }
@@ -97,8 +98,7 @@ void SchedulerActor::on_report(const RailReport& report) {
     ++rail.failures;
     if (!rail.cooling) {
       rail.cooling = true;
-      // Said once; that it stays down is no news.
-      log(rail.failures == 1 ? LogLevel::warning : LogLevel::debug,
+      log(LogLevel::debug,
           fmt::format("rail {} ({}) to peer '{}' is down, tried again in {} ms: {}", report.rail,
                       rail.plan.spec.transport, peer.record->name,
                       std::chrono::duration_cast<std::chrono::milliseconds>(rest).count(), report.why.to_string()));
@@ -113,6 +113,11 @@ void SchedulerActor::reopen(const ReopenRail& again) {
   if (found == peers_.end()) return;
   const auto place = found->second.rails.find(again.rail);
   if (place == found->second.rails.end() || place->second.up || !place->second.cooling) return;
+  // Said once, and only now: a peer that ends in good order takes its rails with it before it is forgotten.
+  if (place->second.failures == 1)
+    log(LogLevel::warning, fmt::format("rail {} ({}) to peer '{}' went down and is tried again: {}", again.rail,
+                                       place->second.plan.spec.transport, found->second.record->name,
+                                       place->second.why.to_string()));
   open(again.peer, place->second);
 }
 
@@ -154,6 +159,12 @@ void SchedulerActor::publish(PeerState& peer) {
                                      errors.empty() ? "none has been tried yet" : errors)};
   peer.record->set_route(std::move(route));
   send(peer.endpoint, changed);
+}
+
+void SchedulerActor::relay(const AskPort& ask) {
+  const auto found = peers_.find(ask.request.peer);
+  // The peer is gone, and with it whoever could answer: the port's own limits end what it asked for.
+  if (found != peers_.end()) send(found->second.endpoint, RelayRequest{groups_[ask.group].poller, ask.request});
 }
 
 void SchedulerActor::reroute(const Orphan& orphan) {

@@ -52,6 +52,7 @@ class SchedulerActor final : public caf::event_based_actor {
   void remove_peer(const RemovePeer& remove);
   void on_report(const RailReport& report);
   void reopen(const ReopenRail& again);
+  void relay(const AskPort& ask);
   void reroute(const Orphan& orphan);
   void split(const SplitTransfer& request);
   void open(std::uint32_t peer, RailState& rail);

@@ -59,6 +59,15 @@ template <class Visitor>
 void visit_fields(Visitor&& visit, ByeMessage& m) {
   visit("inc", m.incarnation);
 }
+template <class Visitor>
+void visit_fields(Visitor&& visit, ChannelMessage& m) {
+  visit("inc", m.incarnation), visit("transport", m.transport), visit("address", m.address);
+  visit("request", m.request);
+}
+template <class Visitor>
+void visit_fields(Visitor&& visit, ChannelAnswerMessage& m) {
+  visit("answer", m.answer);
+}
 
 struct AnyVisitor {
   template <class T>
@@ -70,7 +79,7 @@ concept HasFields = requires(AnyVisitor visit, T& message) {
 };
 
 constexpr std::array<std::string_view, std::variant_size_v<ControlBody>> type_names = {
-    "hello", "welcome", "refused", "ping", "pong", "find_region", "region", "bye"};
+    "hello", "welcome", "refused", "ping", "pong", "find_region", "region", "bye", "channel", "channel_answer"};
 
 using Packer = msgpack::packer<msgpack::sbuffer>;
 

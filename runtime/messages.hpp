@@ -78,13 +78,25 @@ struct RegionMessage {
   RemoteRegion region;
 };
 
+/// Initiator → target: one port's words to another, which connects or ends a channel.
+struct ChannelMessage {
+  std::uint64_t incarnation = 0;  ///< of the asking engine
+  std::string transport;
+  std::string address;  ///< of the target's port, as it advertised it
+  std::string request;
+};
+/// The port's answer; what it refuses is a RefusedMessage.
+struct ChannelAnswerMessage {
+  std::string answer;
+};
+
 /// The sender's engine ends.
 struct ByeMessage {
   std::uint64_t incarnation = 0;
 };
 
 using ControlBody = std::variant<HelloMessage, WelcomeMessage, RefusedMessage, PingMessage, PongMessage,
-                                 FindRegionMessage, RegionMessage, ByeMessage>;
+                                 FindRegionMessage, RegionMessage, ByeMessage, ChannelMessage, ChannelAnswerMessage>;
 
 struct ControlMessage {
   std::uint64_t id = 0;

@@ -104,6 +104,9 @@ class FaultPort final : public Port, private PortEvents {
     return count;
   }
 
+  void on_answer(ChannelId channel, const Result<std::string>& answer) override { inner_->on_answer(channel, answer); }
+  Result<std::string> serve(std::string_view request) override { return inner_->serve(request); }
+
   Progress progress() const override {
     const TimePoint now = Clock::now();
     const bool due = (!delayed_.empty() && delayed_.begin()->first <= now) ||
@@ -251,6 +254,7 @@ class FaultPort final : public Port, private PortEvents {
     end_own_items(channel, why);
     events_.on_channel_down(channel, why);
   }
+  void on_request(ChannelId channel, std::string request) override { events_.on_request(channel, std::move(request)); }
   std::optional<SessionId> authorize(const Token& token) override { return events_.authorize(token); }
   bool on_notification(SessionId session, std::uint64_t sequence, std::uint32_t immediate) override {
     return events_.on_notification(session, sequence, immediate);
@@ -284,6 +288,8 @@ class FaultTransport final : public Transport {
   }
 
   std::string_view name() const override { return name_; }
+  bool one_sided() const override { return inner_->one_sided(); }
+  std::uint32_t paths() const override { return inner_->paths(); }
   Status reaches(const HostFacts& self, const HostFacts& peer) const override { return inner_->reaches(self, peer); }
   Result<std::string> register_region(const RegionRecord& region) override { return inner_->register_region(region); }
   void unregister_region(const RegionRecord& region) override { inner_->unregister_region(region); }

@@ -79,6 +79,9 @@ class PortEvents {
   virtual void on_channel_up(ChannelId channel) = 0;
   /// The channel is gone for ever; the completions of its items come from the same or later polls.
   virtual void on_channel_down(ChannelId channel, const Status& why) = 0;
+  /// Carry `request` out of band to Port::serve() of the port at the channel's ChannelSpec::address, and what
+  /// that returns, or why it could not be had, to Port::on_answer(). Requests of one channel keep their order.
+  virtual void on_request(ChannelId /*channel*/, std::string /*request*/) {}
 
   // ---- target's side
   /// The session a token stands for, or nothing: then the connection is refused.
@@ -111,6 +114,7 @@ struct ChannelSpec {
   Token token{};                         ///< from the peer's handshake
   std::uint64_t target_incarnation = 0;  ///< the life of the peer that is meant
   TimePoint give_up{};                   ///< when connecting has failed
+  std::uint32_t path = 0;                ///< which of several paths between the hosts; rails of a peer differ in it
 };
 
 /// One poller's share of a transport.
@@ -141,6 +145,15 @@ class Port {
 
   /// Makes progress on everything, both sides, in a bounded portion; fills completions, returns how many.
   virtual std::size_t poll(std::span<Completion> completions) = 0;
+
+  /// Initiator's side: what became of a request that PortEvents::on_request() was given. A channel that is gone
+  /// is no error.
+  virtual void on_answer(ChannelId /*channel*/, const Result<std::string>& /*answer*/) {}
+  /// Target's side: answers such a request. Whoever sent it proves by its token that it may.
+  virtual Result<std::string> serve(std::string_view /*request*/) {
+    return {Errc::malformed, "this transport connects without requests"};
+  }
+
   virtual Progress progress() const = 0;
   /// Readable when poll has something to do (an epoll descriptor, for instance); -1 when nothing ever
   /// arrives by itself.
@@ -172,6 +185,8 @@ class Transport {
   /// True when the initiator's CPU alone moves the bytes: spinning for the end takes nothing from whoever
   /// does the work.
   virtual bool one_sided() const { return false; }
+  /// How many paths join two hosts, such as network cards: an engine opens at least as many rails.
+  virtual std::uint32_t paths() const { return 1; }
   /// Prepares a region; returns the descriptor that peers are given (may be empty). Any thread.
   virtual Result<std::string> register_region(const RegionRecord& region) = 0;
   /// After every Port has released it. Any thread.

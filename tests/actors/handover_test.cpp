@@ -21,6 +21,7 @@ using namespace std::chrono_literals;
 struct NoEvents final : PollerEvents {
   void rail_up(std::uint32_t, std::uint32_t) override {}
   void rail_down(std::uint32_t, std::uint32_t, const Status&) override {}
+  void request(const PortRequest&) override {}
   void orphaned(RefPtr<TransferState> transfer, const Status& why) override { transfer->complete(why); }
 };
 

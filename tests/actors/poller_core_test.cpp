@@ -28,6 +28,8 @@ struct RecordedEvents final : PollerEvents {
   void orphaned(RefPtr<TransferState> transfer, const Status& why) override {
     orphans.emplace_back(std::move(transfer), why);
   }
+  void request(const PortRequest& request) override { requests.push_back(request); }
+  std::vector<PortRequest> requests;
   std::vector<std::uint32_t> up;
   std::vector<std::pair<std::uint32_t, Status>> down;
   std::vector<std::pair<RefPtr<TransferState>, Status>> orphans;
