@@ -15,7 +15,7 @@ namespace kvferry {
 
 namespace {
 
-constexpr std::string_view known_transports[] = {"shm", "tcp"};
+constexpr std::string_view known_transports[] = {"shm", "verbs", "tcp"};
 constexpr std::size_t curve_key_characters = 40;
 
 // ---- what one value may be: each answers with the reason against it, or nothing
@@ -53,6 +53,12 @@ Reason bad_address(std::string_view address) {
   const auto [end, error] = std::from_chars(port.data(), port.data() + port.size(), number);
   if (error != std::errc() || end != port.data() + port.size()) return fmt::format("has the port '{}'", port);
   return bad_host(address.substr(0, colon));
+}
+
+Reason bad_devices(const std::vector<std::string>& names) {
+  for (const std::string& name : names)
+    if (name.empty() || name.size() > 64 || !printable(name)) return fmt::format("has '{}', which is no device", name);
+  return {};
 }
 
 Reason bad_transports(const std::vector<std::string>& names) {
@@ -254,6 +260,48 @@ std::vector<Field> make_fields() {
       "shm.streaming_bytes", "KVFERRY_SHM_STREAMING_BYTES", "bytes", 0, 1024 * tib,
       [](auto& c) -> auto& { return c.shm.streaming_bytes; },
       "Batches of at least this size are copied with streaming stores. 0: never."));
+  add(words(
+      "verbs.enabled", "KVFERRY_VERBS", "on or off", [](auto& c) -> auto& { return c.verbs.enabled; }, anything<bool>,
+      "Whether RDMA is used where there are devices."));
+  add(words(
+      "verbs.devices", "KVFERRY_VERBS_DEVICES", "a list of devices such as mlx5_0 or mlx5_0:2",
+      [](auto& c) -> auto& { return c.verbs.devices; }, bad_devices,
+      "RDMA devices to use, best first, separated by commas. Empty: every active one."));
+  add(number(
+      "verbs.queue_pairs", "KVFERRY_VERBS_QUEUE_PAIRS", "", 1, 16, [](auto& c) -> auto& { return c.verbs.queue_pairs; },
+      "Queue pairs per RDMA rail."));
+  add(number(
+      "verbs.queue_depth", "KVFERRY_VERBS_QUEUE_DEPTH", "", 16, 16384,
+      [](auto& c) -> auto& { return c.verbs.queue_depth; }, "Requests in flight per queue pair."));
+  add(number(
+      "verbs.chunk_bytes", "KVFERRY_VERBS_CHUNK_BYTES", "bytes", 4 * kib, 64 * mib,
+      [](auto& c) -> auto& { return c.verbs.chunk_bytes; }, "Larger slices are cut into pieces of this size."));
+  add(number(
+      "verbs.gid_index", "KVFERRY_VERBS_GID_INDEX", "", -1, 1023, [](auto& c) -> auto& { return c.verbs.gid_index; },
+      "Place of the GID in the port's table. -1 chooses by what the GIDs are."));
+  add(number(
+      "verbs.mtu", "KVFERRY_VERBS_MTU", "bytes", 0, 4096, [](auto& c) -> auto& { return c.verbs.mtu; },
+      "Most bytes of a packet, rounded down to 256, 512, 1024, 2048 or 4096. 0: the port's."));
+  add(number(
+      "verbs.timeout", "KVFERRY_VERBS_TIMEOUT", "", 1, 31, [](auto& c) -> auto& { return c.verbs.timeout; },
+      "4.096 us x 2^timeout pass until a lost packet is repeated (IBTA's local ACK timeout)."));
+  add(number(
+      "verbs.retries", "KVFERRY_VERBS_RETRIES", "", 0, 7, [](auto& c) -> auto& { return c.verbs.retries; },
+      "Repeats of a packet until the channel has failed. On Soft-RoCE 7 repeats for ever."));
+  add(number(
+      "verbs.rnr_timer", "KVFERRY_VERBS_RNR_TIMER", "", 1, 31, [](auto& c) -> auto& { return c.verbs.rnr_timer; },
+      "IBTA's code of the time until a message is repeated whose receiver was not ready."));
+  add(number(
+      "verbs.traffic_class", "KVFERRY_VERBS_TRAFFIC_CLASS", "", 0, 255,
+      [](auto& c) -> auto& { return c.verbs.traffic_class; },
+      "Traffic class (DSCP x 4 and ECN bits) of RoCE packets."));
+  add(number(
+      "verbs.service_level", "KVFERRY_VERBS_SERVICE_LEVEL", "", 0, 15,
+      [](auto& c) -> auto& { return c.verbs.service_level; }, "InfiniBand service level."));
+  add(words(
+      "verbs.relaxed_ordering", "KVFERRY_VERBS_RELAXED_ORDERING", "on or off",
+      [](auto& c) -> auto& { return c.verbs.relaxed_ordering; }, anything<bool>,
+      "Lets PCIe reorder the device's writes of data, where that is faster."));
   add(words(
       "curve_public_key", "KVFERRY_CURVE_PUBLIC_KEY", "40 characters of Z85",
       [](auto& c) -> auto& { return c.curve_public_key; }, bad_optional_key,

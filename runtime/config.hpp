@@ -24,6 +24,23 @@ struct ShmConfig {
   std::uint64_t streaming_bytes = 4 << 20;
 };
 
+struct VerbsConfig {
+  bool enabled = true;
+  /// Devices to use, best first, as "mlx5_0" or "mlx5_0:2"; empty: every active one.
+  std::vector<std::string> devices = {};
+  int queue_pairs = 2;                  ///< for data, per rail, 1-16
+  int queue_depth = 256;                ///< requests in flight per queue pair, 16-16384
+  std::uint64_t chunk_bytes = 1 << 20;  ///< larger slices are cut into these, 4 KiB - 64 MiB
+  int gid_index = -1;                   ///< -1 chooses
+  int mtu = 0;                          ///< most bytes of a packet, 256-4096; 0 takes the port's
+  int timeout = 14;                     ///< 4.096 us x 2^timeout until a packet is repeated, 1-31
+  int retries = 6;                      ///< repeats until the channel has failed, 0-7
+  int rnr_timer = 12;                   ///< IBTA code of the wait for a receiver that is not ready, 1-31
+  int traffic_class = 0;                ///< 0-255
+  int service_level = 0;                ///< 0-15
+  bool relaxed_ordering = false;        ///< lets PCIe reorder the writes of data
+};
+
 /// Fields have initializers even where they start empty, so that a designated initializer may leave
 /// them out without a warning.
 struct EngineConfig {
@@ -33,7 +50,7 @@ struct EngineConfig {
   /// Address that peers are told to connect their data sockets to; empty: the host of `listen`, or
   /// for a wildcard the address on which the peer reached this engine.
   std::string advertise = {};
-  /// Transports to use, best first; empty means every one that is possible: "shm", "tcp".
+  /// Transports to use, best first; empty means every one that is possible: "shm", "verbs", "tcp".
   std::vector<std::string> transports = {};
   int rails = 1;    ///< rails per peer and transport, 1-16
   int pollers = 1;  ///< poller threads (rail groups), 1-16
@@ -49,6 +66,7 @@ struct EngineConfig {
 
   TcpConfig tcp = {};
   ShmConfig shm = {};
+  VerbsConfig verbs = {};
 
   // ---- CurveZMQ: encrypts the control connections and decides who may connect. Keys are the 40
   // characters of Z85 that curve_keygen prints.

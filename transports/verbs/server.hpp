@@ -1,0 +1,85 @@
+// The target's side of channels: queue pairs that initiators read and write through, and what they sent
+// that the engine has not taken yet.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include <kvferry/transports/transport.hpp>
+#include <kvferry/transports/verbs/port_parts.hpp>
+#include <kvferry/transports/verbs/wire.hpp>
+
+namespace kvferry::verbs {
+
+/// Notifications and messages that one channel may have under way: as many as the engine can take at once,
+/// and few enough that the shared buffers serve dozens of channels.
+inline constexpr std::uint32_t notification_credits = 32;
+inline constexpr std::uint32_t message_credits = 8;
+
+/// One channel of an initiator.
+class Served final : public PairOwner {
+ public:
+  Served(SessionId session, std::uint64_t wire_id, PortParts& parts)
+      : session_(session), wire_id_(wire_id), parts_(parts) {}
+  ~Served() override;
+
+  Status connect(const ConnectRequest& request, ConnectAnswer& answer);
+  /// A message or notification has arrived in a buffer of `from`. It goes back when the engine has it.
+  void on_arrival(ReceiveQueue& from, std::uint32_t buffer, const Head& head);
+  void on_sent(SendQueue& queue, const ibv_wc& completion) override;
+  /// Offers the engine what waits, and tells the initiator what has been taken.
+  void tick();
+
+  SessionId session() const noexcept { return session_; }
+  bool stalled() const noexcept { return !notifications_.empty() || !messages_.empty(); }
+  bool runnable() const noexcept { return !taken_.empty() && !reporting_ && !broken_; }
+  const DeviceSide* side() const noexcept { return side_; }
+
+ private:
+  struct Arrival {
+    ReceiveQueue* from = nullptr;
+    std::uint32_t buffer = 0;
+    Head head;
+  };
+  bool offer(const Arrival& arrival);
+  void offer_all(std::deque<Arrival>& waiting);
+  void report();
+
+  const SessionId session_;
+  const std::uint64_t wire_id_;
+  PortParts& parts_;
+  DeviceSide* side_ = nullptr;
+  std::vector<std::unique_ptr<SendQueue>> pairs_;
+  std::uint32_t reserved_ = 0;
+  std::deque<Arrival> notifications_;
+  std::deque<Arrival> messages_;
+  std::deque<std::uint32_t> taken_;  ///< numbers that the initiator is to be told
+  bool reporting_ = false;           ///< a report is under way
+  bool broken_ = false;
+};
+
+class Server {
+ public:
+  explicit Server(PortParts& parts) : parts_(parts) {}
+
+  Result<std::string> serve(std::string_view request);
+  /// Finds the channel that something arrived for.
+  Served* find(std::uint64_t wire_id);
+  void drop_session(SessionId session);
+  void tick();
+  bool stalled() const;
+  bool runnable() const;
+
+ private:
+  Result<std::string> connect(const ConnectRequest& request);
+
+  PortParts& parts_;
+  std::unordered_map<std::uint64_t, std::unique_ptr<Served>> channels_;
+};
+
+}  // namespace kvferry::verbs
