@@ -116,8 +116,9 @@ const WrongFlag wrong_flags[] = {
     {"op", [](FlagValues& v) { v.op = "read,copy"; }},
     {"op", [](FlagValues& v) { v.op = "read,"; }},
     {"transport", [](FlagValues& v) { v.transport = "carrier-pigeon"; }},
-    {"transport", [](FlagValues& v) { v.transport = "verbs"; }},
-    {"device-name", [](FlagValues& v) { v.device_name = "mlx5_0"; }},
+    {"transport", [](FlagValues& v) { v.transport = "cuda"; }},
+    {"device-name", [](FlagValues& v) { v.transport = "tcp", v.device_name = "mlx5_0"; }},
+    {"floor", [](FlagValues& v) { v.transport = "verbs", v.floor = true; }},
     {"memory", [](FlagValues& v) { v.memory = "cuda"; }},
     {"block-size", [](FlagValues& v) { v.block_size = "4K,big"; }},
     {"block-size", [](FlagValues& v) { v.block_size = "0"; }},
@@ -163,10 +164,10 @@ INSTANTIATE_TEST_SUITE_P(Options, WrongFlags, testing::ValuesIn(wrong_flags),
 
 TEST(Options, TheErrorForATransportListsWhatExists) {
   FlagValues values;
-  values.transport = "verbs";
+  values.transport = "cuda";
   const auto options = make_options(values);
   ASSERT_FALSE(options.is_ok());
-  for (const char* name : {"verbs", "auto", "shm", "tcp"}) {
+  for (const char* name : {"cuda", "auto", "shm", "verbs", "tcp"}) {
     EXPECT_NE(options.status().text().find(name), std::string::npos) << options.status().text();
   }
 }

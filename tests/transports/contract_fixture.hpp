@@ -25,8 +25,14 @@ namespace kvferry::test {
 struct ContractParam {
   std::string name;
   std::function<std::shared_ptr<Transport>()> make;
+  /// Of the initiator's side, where it needs another one.
+  std::function<std::shared_ptr<Transport>()> make_initiator = {};
   /// The target's CPU takes part, so slices are checked there too.
   bool target_checks = true;
+  /// Items that are posted can still be taken back, for a while.
+  bool cancels = true;
+  /// Registering takes the memory at once, so that regions of many GiB are too much for a test.
+  bool pins = false;
 };
 
 inline void PrintTo(const ContractParam& param, std::ostream* out) { *out << param.name; }
@@ -68,8 +74,13 @@ class Recorder : public PortEvents {
     return true;
   }
 
+  void on_request(ChannelId channel, std::string request) override {
+    requests.emplace_back(channel, std::move(request));
+  }
+
   std::vector<ChannelId> up;
   std::map<ChannelId, Status> down;
+  std::vector<std::pair<ChannelId, std::string>> requests;
   std::map<Token, SessionId> sessions;
   bool take_notifications = true;
   bool take_messages = true;
@@ -82,7 +93,8 @@ class Recorder : public PortEvents {
 /// One engine's share: a transport, its regions and one port.
 class Side {
  public:
-  Side(const ContractParam& param, std::uint64_t incarnation) : transport(param.make()) {
+  Side(const ContractParam& param, std::uint64_t incarnation) : Side(param.make(), incarnation) {}
+  Side(std::shared_ptr<Transport> made, std::uint64_t incarnation) : transport(std::move(made)) {
     context.regions = &regions;
     context.incarnation = incarnation;
     context.listen_host = "127.0.0.1";
@@ -115,6 +127,9 @@ class Side {
     records_.push_back(*added);
     return *added;
   }
+
+  /// Lets go of a retired region, as an engine does once its ports have.
+  void unregister(const RegionRecord& record) { transport->unregister_region(record); }
 
   /// What a peer would know of the region.
   RemoteRegion remote_view(const RegionRecord& record) const {
@@ -157,7 +172,9 @@ class ContractTest : public testing::TestWithParam<ContractParam> {
   static constexpr std::uint64_t target_incarnation = 0x1122334455667788;
   static constexpr SessionId session = 42;
 
-  ContractTest() : target(GetParam(), target_incarnation), initiator(GetParam(), 0x99) {
+  ContractTest()
+      : target(GetParam(), target_incarnation),
+        initiator(GetParam().make_initiator ? GetParam().make_initiator() : GetParam().make(), 0x99) {
     token.fill(std::byte{7});
     target.events.sessions[token] = session;
   }
@@ -178,8 +195,7 @@ class ContractTest : public testing::TestWithParam<ContractParam> {
     const TimePoint limit = Clock::now() + std::chrono::seconds(20);
     while (!done()) {
       if (Clock::now() > limit) return false;
-      initiator.poll();
-      target.poll();
+      step(1);
     }
     return true;
   }
@@ -187,6 +203,19 @@ class ContractTest : public testing::TestWithParam<ContractParam> {
     for (int i = 0; i < times; ++i) {
       initiator.poll();
       target.poll();
+      carry_requests();
+    }
+  }
+  /// What the engines' control connections do.
+  void carry_requests() {
+    carry_requests(initiator, target);
+    carry_requests(target, initiator);
+  }
+  static void carry_requests(Side& from, Side& to) {
+    for (auto& [channel, request] : std::exchange(from.events.requests, {})) {
+      Result<std::string> answer(Status(Errc::unreachable, "the peer is gone"));
+      if (to.port) answer = to.port->serve(request);
+      if (from.port) from.port->on_answer(channel, answer);
     }
   }
   /// Polls for so long: for what must not happen.

@@ -1,5 +1,8 @@
 // One suite for every transport: the eight points of transports/transport.hpp.
 #include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <memory>
 #include <numeric>
 
 #include <poll.h>
@@ -7,6 +10,12 @@
 #include <kvferry/transports/shm/options.hpp>
 #include <kvferry/transports/shm/shm_transport.hpp>
 #include <kvferry/transports/tcp/tcp_transport.hpp>
+
+#if KVFERRY_HAS_VERBS
+#include <kvferry/transports/verbs/verbs_transport.hpp>
+
+#include "tests/support/scripted_nic.hpp"
+#endif
 
 #include "contract_fixture.hpp"
 
@@ -96,6 +105,7 @@ TEST_P(ContractTest, NeighboursThatTouchOnOneSideOnlyStayApartOnTheOther) {
 }
 
 TEST_P(ContractTest, OffsetsOver4GiBAreRight) {
+  if (GetParam().pins) GTEST_SKIP() << "the device would pin 8 GiB";
   constexpr std::uint64_t far = (4ull << 30) + 123457;
   const auto local = initiator.add_region("local", far + mib);
   const auto served = target.add_region("served", far + mib);
@@ -118,6 +128,7 @@ TEST_P(ContractTest, OffsetsOver4GiBAreRight) {
 // Ports never get more than limits().item_bytes at once, so what they see of such a slice is a range
 // somewhere inside it.
 TEST_P(ContractTest, RangesOfASliceOver4GiBAreRight) {
+  if (GetParam().pins) GTEST_SKIP() << "the device would pin 8 GiB";
   constexpr std::uint64_t four_gib = 4ull << 30;
   const auto local = initiator.add_region("local", four_gib + 2 * mib);
   const auto served = target.add_region("served", four_gib + 2 * mib);
@@ -199,8 +210,11 @@ TEST_P(ContractTest, ARegionThatIsNotThereIsUnknown) {
   EXPECT_TRUE(transfer(channel, Op::read, *local, retired, {&slice, 1}));
   ASSERT_TRUE(target.regions.retire(served->key));
   ASSERT_TRUE(step_until([&] { return target.port->release_region(served->key, false); }));
+  target.unregister(*served);
   EXPECT_EQ(transfer(channel, Op::read, *local, retired, {&slice, 1}), Errc::unknown_region);
-  EXPECT_EQ(transfer(channel, Op::write, *local, retired, {&slice, 1}), Errc::unknown_region);
+  // Where no CPU of the target takes part, the mistake costs the channel.
+  const ChannelId next = GetParam().target_checks ? channel : open_channel();
+  EXPECT_EQ(transfer(next, Op::write, *local, retired, {&slice, 1}), Errc::unknown_region);
 }
 
 // ---- post and completions
@@ -530,7 +544,9 @@ TEST_P(QuiescenceTest, NothingMovesAfterACancelledItemsCompletion) {
     step(20);
     watch.expect_quiet();
   }
-  EXPECT_GT(cancelled, 0u) << "the test must have met items under way";
+  if (GetParam().cancels) {
+    EXPECT_GT(cancelled, 0u) << "the test must have met items under way";
+  }
   const Slice slice{0, 0, area * areas};
   EXPECT_TRUE(transfer(channel, Op::read, *local, remote, {&slice, 1})) << "the channel must live on";
 }
@@ -611,6 +627,11 @@ TEST_P(ContractTest, DropSessionEndsThatSessionAlone) {
   ASSERT_NE(first, 0u);
   ASSERT_NE(second, 0u);
   target.port->drop_session(session + 1);
+  // Where no CPU of the target takes part, the end shows in the next item.
+  const WorkItem probe = immediate_item(4, 4);
+  if (!GetParam().target_checks) {
+    EXPECT_EQ(carry_out(second, std::span(&probe, 1)), Errc::channel_error);
+  }
   ASSERT_TRUE(step_until([&] { return initiator.events.down.contains(second); }));
   step_for(10ms);
   EXPECT_FALSE(initiator.events.down.contains(first));
@@ -692,6 +713,7 @@ TEST_P(ContractTest, AReleasedRegionIsQuiet) {
       } else {
         ASSERT_TRUE(step_until([&] { return target.port->release_region(served->key, false); }));
       }
+      target.unregister(*served);
       std::memset(served->data, 0x33, served->size);
       ASSERT_TRUE(step_until([&] { return is_complete(items); }));
       step(20);
@@ -729,6 +751,8 @@ TEST_P(QuiescenceTest, DestroyingTheTargetsPortEndsTheItemsOfItsPeers) {
   step(1);
   target.port.reset();
   ASSERT_TRUE(step_until([&] { return is_complete(std::span(items).first(posted)); }));
+  const WorkItem probe = immediate_item(4, 4);
+  if (!GetParam().target_checks) initiator.port->post(channel, std::span(&probe, 1));
   ASSERT_TRUE(step_until([&] { return initiator.events.down.contains(channel); }));
   EXPECT_EQ(initiator.events.down[channel], Errc::channel_error);
 }
@@ -739,17 +763,76 @@ std::shared_ptr<Transport> small_tcp() {
   return make_tcp_transport(config);
 }
 
+#if KVFERRY_HAS_VERBS
+std::shared_ptr<Transport> scripted_verbs(VerbsConfig config, NicDevice device) {
+  // One network for all tests of a process: devices outlive the transports on them.
+  static std::vector<std::unique_ptr<ScriptedNic>> networks;
+  static std::map<std::string, ScriptedNic*> by_name;
+  ScriptedNic*& nic = by_name[device.name];
+  if (nic == nullptr) {
+    networks.push_back(std::make_unique<ScriptedNic>(std::vector{device}));
+    nic = networks.back().get();
+  }
+  auto transport = make_verbs_transport(config, *nic);
+  if (!transport) throw StatusError(transport.status());
+  return *transport;
+}
+
+std::shared_ptr<Transport> roomy_verbs() { return scripted_verbs({}, {.name = "roomy"}); }
+
+/// Sixteen requests in flight, short messages, small registrations: everything has to be cut.
+std::shared_ptr<Transport> narrow_verbs() {
+  VerbsConfig config;
+  config.queue_pairs = 1;
+  config.queue_depth = 16;
+  NicDevice device{.name = "narrow"};
+  device.ports[0].max_message = 64 << 10;
+  device.max_sge = 2;
+  device.max_inline = 0;
+  device.max_mr_bytes = 1 << 30;
+  return scripted_verbs(config, device);
+}
+#endif
+
 // Each transport adds itself here.
-const std::vector<ContractParam> transports_under_test{
-    {"tcp", small_tcp},
-    {"shm", [] { return make_shm_transport({}); }},
-    {"shm_foreign", [] { return make_shm_transport({}, shm::Options{.map_regions = false}); }},
+const std::vector<ContractParam> transports_under_test {
+  {"tcp", small_tcp}, {"shm", [] { return make_shm_transport({}); }},
+      {"shm_foreign", [] { return make_shm_transport({}, shm::Options{.map_regions = false}); }},
+#if KVFERRY_HAS_VERBS
+      {"verbs", roomy_verbs, {}, false, false}, {"verbs_narrow", narrow_verbs, {}, false},
+#endif
 };
+
+#if KVFERRY_HAS_VERBS
+std::shared_ptr<Transport> verbs_on(const std::string& device) {
+  VerbsConfig config;
+  config.devices = {device};
+  auto transport = make_verbs_transport(config);
+  if (!transport) throw StatusError(transport.status());
+  return *transport;
+}
+
+/// The two RDMA devices that KVFERRY_TEST_RDMA names, such as "rxe0,rxe1" ("mlx5_0,mlx5_0" is one with itself).
+std::vector<ContractParam> real_devices() {
+  const char* given = std::getenv("KVFERRY_TEST_RDMA");
+  const std::string names = given != nullptr ? given : "";
+  const std::size_t comma = names.find(',');
+  if (comma == std::string::npos) return {};
+  const std::string first = names.substr(0, comma);
+  const std::string second = names.substr(comma + 1);
+  return {{"rdma", [first] { return verbs_on(first); }, [second] { return verbs_on(second); }, false, false, true}};
+}
+#endif
 
 std::string name_of(const testing::TestParamInfo<ContractParam>& info) { return info.param.name; }
 
 INSTANTIATE_TEST_SUITE_P(Transports, ContractTest, testing::ValuesIn(transports_under_test), name_of);
 INSTANTIATE_TEST_SUITE_P(Transports, QuiescenceTest, testing::ValuesIn(transports_under_test), name_of);
+
+#if KVFERRY_HAS_VERBS
+INSTANTIATE_TEST_SUITE_P(Devices, ContractTest, testing::ValuesIn(real_devices()), name_of);
+INSTANTIATE_TEST_SUITE_P(Devices, QuiescenceTest, testing::ValuesIn(real_devices()), name_of);
+#endif
 
 }  // namespace
 }  // namespace kvferry::test
