@@ -16,8 +16,8 @@ DEFINE_string(local_endpoint, "",
               "tcp://HOST:PORT to listen on; port 0 takes a free one. Default: loopback for a target, and for an "
               "initiator the address that faces the target");
 DEFINE_string(remote_endpoint, "", "tcp://HOST:PORT that the target printed; for --mode initiator");
-DEFINE_string(device_name, "", "device to use; shm and tcp have none");
-DEFINE_string(transport, "auto", "auto (the fastest that both sides can do), shm or tcp");
+DEFINE_string(device_name, "", "RDMA devices to use, best first, separated by commas; empty: every active one");
+DEFINE_string(transport, "auto", "auto (the fastest that both sides can do), shm, verbs or tcp");
 DEFINE_string(op, "", "list of read, write, write_imm, sendrecv. Default: read,write");
 DEFINE_string(block_size, "",
               "bytes of a block, a value or a list to sweep, with K, M, G. Default: 4K,64K,1M (sendrecv: 4K,64K)");

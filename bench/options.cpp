@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <sstream>
 
 #include <fmt/core.h>
 #include <unistd.h>
@@ -15,7 +16,7 @@
 namespace kvferry::bench {
 namespace {
 
-constexpr std::array transports = {"shm", "tcp"};
+constexpr std::array transports = {"shm", "verbs", "tcp"};
 constexpr std::uint64_t max_batch = 1u << 24;
 constexpr std::int64_t max_concurrency = 1024;
 constexpr std::int64_t max_rounds = 1000;
@@ -85,16 +86,25 @@ Status check_endpoints(const FlagValues& values, Mode mode) {
   return require_endpoint("remote-endpoint", values.remote_endpoint, 1);
 }
 
+std::vector<std::string> split_names(const std::string& list) {
+  std::vector<std::string> names;
+  std::istringstream in(list);
+  for (std::string name; std::getline(in, name, ',');) names.push_back(name);
+  return names;
+}
+
 Status check_transport(const FlagValues& values) {
   const auto& wanted = values.transport;
   if (wanted != "auto" && std::find(transports.begin(), transports.end(), wanted) == transports.end()) {
-    const bool known = wanted == "verbs" || wanted == "cuda";
-    return wrong("transport", fmt::format("'{}' {}; available are auto, shm, tcp", wanted,
-                                          known ? "is not built in" : "is not a transport"));
+    return wrong("transport", fmt::format("'{}' {}; available are auto, shm, verbs, tcp", wanted,
+                                          wanted == "cuda" ? "is not built in" : "is not a transport"));
   }
-  if (!values.device_name.empty()) {
+  if (!values.device_name.empty() && wanted != "auto" && wanted != "verbs") {
     return wrong("device-name", fmt::format("'{}': transport {} has no devices to choose from; leave the flag out",
-                                            values.device_name, wanted == "auto" ? "shm or tcp" : wanted));
+                                            values.device_name, wanted));
+  }
+  if (values.floor && wanted == "verbs") {
+    return wrong("floor", "not measured for verbs: compare with ib_read_bw and ib_write_bw of perftest");
   }
   if (values.memory != "host") {
     return wrong("memory", fmt::format("'{}' memory is not built in; available is host", values.memory));
@@ -235,6 +245,7 @@ void fill_plain(const FlagValues& values, BenchOptions& options) {
   options.local_endpoint = values.local_endpoint;
   options.remote_endpoint = values.remote_endpoint;
   options.transport = values.transport;
+  options.devices = split_names(values.device_name);
   options.limits.trips = static_cast<std::uint64_t>(values.iterations);
   options.limits.seconds = values.duration == 0 && values.iterations == 0 ? default_case_seconds : values.duration;
   options.rounds = static_cast<std::uint32_t>(values.rounds);
@@ -307,6 +318,7 @@ std::uint64_t region_bytes_for(const std::vector<BenchCase>& cases) noexcept {
 EngineConfig make_engine_config(const BenchOptions& options) {
   EngineConfig config;
   if (options.transport != "auto") config.transports = {options.transport};
+  config.verbs.devices = options.devices;
   config.rails = options.num_rails;
   return config;
 }

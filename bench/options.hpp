@@ -78,7 +78,8 @@ struct BenchOptions {
   Mode mode = Mode::both;
   std::string local_endpoint;  ///< empty: chosen to suit the other side
   std::string remote_endpoint;
-  std::string transport;  ///< "auto" or a transport's name
+  std::string transport;             ///< "auto" or a transport's name
+  std::vector<std::string> devices;  ///< RDMA devices to use; empty: every one
   std::vector<BenchOp> ops;
   std::vector<std::uint64_t> block_sizes;
   std::vector<std::uint32_t> batch_sizes;
