@@ -24,6 +24,10 @@ configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/kvferryConfig.cmake.in
   INSTALL_DESTINATION ${_package_dir} NO_SET_AND_CHECK_MACRO)
 # Before 1.0 every minor version may change the interface.
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/kvferryConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+set(KVFERRY_PC_VERBS)
+if(KVFERRY_HAS_VERBS)
+  set(KVFERRY_PC_VERBS ", libibverbs")
+endif()
 configure_file(${PROJECT_SOURCE_DIR}/cmake/kvferry.pc.in ${PROJECT_BINARY_DIR}/kvferry.pc @ONLY)
 
 install(FILES

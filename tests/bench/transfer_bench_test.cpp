@@ -228,11 +228,12 @@ TEST(TransferBench, TheTargetDoesNotOutliveAKilledParent) {
 TEST(TransferBench, WrongFlagsEndWith2AndNameTheFlag) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
       {{"--mode=server"}, "--mode"},
-      {{"--transport=verbs"}, "--transport"},
+      {{"--transport=cuda"}, "--transport"},
+      {{"--transport=verbs", "--floor"}, "--floor"},
       {{"--block-size=many"}, "--block-size"},
       {{"--batch-size=0"}, "--batch-size"},
       {{"--concurrency=0"}, "--concurrency"},
-      {{"--device-name=eth0"}, "--device-name"},
+      {{"--transport=tcp", "--device-name=eth0"}, "--device-name"},
       {{"--mode=initiator"}, "--remote-endpoint"},
       {{"--duration=soon"}, "duration"},
       {{"--iterations=1.5"}, "iterations"},

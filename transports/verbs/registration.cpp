@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include <fmt/format.h>
-#include <msgpack.hpp>
 #include <sys/resource.h>
 
 #include <kvferry/transports/verbs/registration.hpp>
@@ -11,8 +10,6 @@
 namespace kvferry::verbs {
 namespace {
 
-constexpr std::size_t most_parts = 4096;
-constexpr std::size_t most_devices = 64;
 // Parts meet at page boundaries, as devices like it.
 constexpr std::uint64_t part_alignment = 2 << 20;
 
@@ -118,41 +115,6 @@ const Registration* Registrations::find(RegionKey region) const {
   const std::lock_guard lock(mutex_);
   const auto found = all_.find(number_of(region));
   return found == all_.end() ? nullptr : found->second.get();
-}
-
-// ---------------------------------------------------------------- descriptors
-
-std::string encode_keys(const std::vector<RegionKeys>& keys) {
-  msgpack::sbuffer buffer;
-  msgpack::packer<msgpack::sbuffer> packer(buffer);
-  packer.pack_array(static_cast<std::uint32_t>(keys.size()));
-  for (const RegionKeys& device : keys) {
-    packer.pack_array(4);
-    packer.pack(device.address).pack(device.size).pack(device.part_bytes).pack(device.keys);
-  }
-  return {buffer.data(), buffer.size()};
-}
-
-Result<std::vector<RegionKeys>> decode_keys(std::string_view bytes) {
-  const auto malformed = [](std::string_view what) {
-    return Status(Errc::malformed, fmt::format("verbs: the peer's descriptor of a region: {}", what));
-  };
-  try {
-    const msgpack::unpack_limit limit(most_parts, 0, 0, 0, 0, 3);
-    const auto handle = msgpack::unpack(bytes.data(), bytes.size(), nullptr, nullptr, limit);
-    using Fields = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::vector<std::uint32_t>>;
-    const auto all = handle.get().as<std::vector<Fields>>();
-    if (all.empty() || all.size() > most_devices) return malformed("no device, or too many");
-    std::vector<RegionKeys> keys;
-    for (const auto& [address, size, part_bytes, list] : all) {
-      if (part_bytes == 0 || list.empty() || (size - 1) / part_bytes + 1 != list.size())
-        return malformed("its parts do not add up");
-      keys.push_back({address, size, part_bytes, list});
-    }
-    return keys;
-  } catch (const std::exception& error) {
-    return malformed(error.what());
-  }
 }
 
 }  // namespace kvferry::verbs

@@ -34,6 +34,9 @@ struct Registration {
   std::vector<ibv_mr*> parts;
 };
 
+/// Most parts of one region on one device.
+inline constexpr std::size_t most_parts = 4096;
+
 /// All registrations of a transport. Thread-safe.
 class Registrations {
  public:

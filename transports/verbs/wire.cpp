@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <msgpack.hpp>
 
+#include <kvferry/transports/verbs/registration.hpp>
 #include <kvferry/transports/verbs/wire.hpp>
 
 namespace kvferry::verbs {
@@ -158,6 +159,41 @@ Result<CloseRequest> decode_close_request(std::string_view bytes) {
 bool is_close_request(std::string_view bytes) {
   // An array of few elements, then the kind, each in one byte.
   return bytes.size() >= 2 && static_cast<std::uint8_t>(bytes[1]) == static_cast<std::uint8_t>(Kind::close);
+}
+
+// ---------------------------------------------------------------- descriptors
+
+std::string encode_keys(const std::vector<RegionKeys>& keys) {
+  msgpack::sbuffer buffer;
+  msgpack::packer<msgpack::sbuffer> packer(buffer);
+  packer.pack_array(static_cast<std::uint32_t>(keys.size()));
+  for (const RegionKeys& device : keys) {
+    packer.pack_array(4);
+    packer.pack(device.address).pack(device.size).pack(device.part_bytes).pack(device.keys);
+  }
+  return {buffer.data(), buffer.size()};
+}
+
+Result<std::vector<RegionKeys>> decode_keys(std::string_view bytes) {
+  const auto malformed = [](std::string_view what) {
+    return Status(Errc::malformed, fmt::format("verbs: the peer's descriptor of a region: {}", what));
+  };
+  try {
+    const msgpack::unpack_limit limit(most_parts, 0, 0, 0, 0, 3);
+    const auto handle = msgpack::unpack(bytes.data(), bytes.size(), nullptr, nullptr, limit);
+    using Fields = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::vector<std::uint32_t>>;
+    const auto all = handle.get().as<std::vector<Fields>>();
+    if (all.empty() || all.size() > most_devices) return malformed("no device, or too many");
+    std::vector<RegionKeys> keys;
+    for (const auto& [address, size, part_bytes, list] : all) {
+      if (part_bytes == 0 || list.empty() || (size - 1) / part_bytes + 1 != list.size())
+        return malformed("its parts do not add up");
+      keys.push_back({address, size, part_bytes, list});
+    }
+    return keys;
+  } catch (const std::exception& error) {
+    return malformed(error.what());
+  }
 }
 
 // ---------------------------------------------------------------- heads
