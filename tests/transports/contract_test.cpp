@@ -1,11 +1,15 @@
 // One suite for every transport: the eight points of transports/transport.hpp.
 #include <algorithm>
+#include <csignal>
 #include <cstdlib>
 #include <map>
 #include <memory>
 #include <numeric>
 
 #include <poll.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <kvferry/transports/shm/options.hpp>
 #include <kvferry/transports/shm/shm_transport.hpp>
@@ -685,6 +689,44 @@ TEST_P(ContractTest, AFenceWhileConnectingEndsTheChannel) {
   ASSERT_TRUE(step_until([&] { return initiator.events.down.contains(*opened); }));
   EXPECT_TRUE(initiator.events.up.empty());
   EXPECT_NE(open_channel(), 0u) << open_error.to_string();
+}
+
+// Between fork() and exec(), or for ever, a child has copies of every descriptor: closing one here does
+// not close it there.
+TEST_P(ContractTest, AForkedChildThatHoldsTheDescriptorsDisturbsNothing) {
+  const auto local = initiator.add_region("local", mib);
+  const auto served = target.add_region("served", mib);
+  const RemoteRegion remote = target.remote_view(*served);
+  const Slice slice{0, 0, 300000};
+  for (int round = 0; round < 3; ++round) {
+    const ChannelId by_initiator = open_channel();
+    const ChannelId by_target = open_channel();
+    ASSERT_NE(by_initiator, 0u) << open_error.to_string();
+    ASSERT_NE(by_target, 0u) << open_error.to_string();
+    EXPECT_TRUE(transfer(by_initiator, Op::write, *local, remote, {&slice, 1}));
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      ::pause();
+      ::_exit(0);
+    }
+    initiator.port->fence(by_initiator, {Errc::cancelled, "changed my mind"});
+    EXPECT_TRUE(step_until([&] { return initiator.events.down.contains(by_initiator); }));
+    target.port->drop_session(session);
+    const WorkItem probe = immediate_item(1, 1);
+    if (!GetParam().target_checks) initiator.port->post(by_target, std::span(&probe, 1));
+    EXPECT_TRUE(step_until([&] { return initiator.events.down.contains(by_target); }));
+    step_for(20ms);
+    const ChannelId again = open_channel();
+    EXPECT_NE(again, 0u) << open_error.to_string();
+    if (again != 0) {
+      EXPECT_TRUE(transfer(again, Op::read, *local, remote, {&slice, 1}));
+    }
+    ::kill(child, SIGKILL);
+    EXPECT_EQ(::waitpid(child, nullptr, 0), child);
+    step_for(20ms);
+  }
 }
 
 // ---- regions that go

@@ -192,7 +192,7 @@ void Channel::close_up() {
   // The socket is closed last of all: as long as it is open, the target takes our busy marks for true.
   mappings_.clear();
   if (peer_.pidfd() >= 0) parts_.epoll.remove(peer_.pidfd());
-  if (socket_) parts_.epoll.remove(socket_.get());
+  if (socket_) parts_.epoll.hang_up(socket_.get());
   peer_ = {};
   socket_.reset();
   state_ = State::ended;

@@ -6,6 +6,7 @@
 #include <span>
 
 #include <sys/epoll.h>
+#include <sys/socket.h>
 
 #include <kvferry/transports/shm/fd.hpp>
 
@@ -26,6 +27,12 @@ class EpollSet {
     return control(EPOLL_CTL_MOD, fd, what, id, events);
   }
   void remove(int fd) noexcept { ::epoll_ctl(fd_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+  /// Removes a connected socket that is about to be closed. Copies of it in children of fork() must not keep
+  /// the connection alive.
+  void hang_up(int fd) noexcept {
+    remove(fd);
+    ::shutdown(fd, SHUT_RDWR);
+  }
 
   /// Calls visit(what, id, events) for what is ready, at most 64 descriptors; never waits.
   template <class Visit>

@@ -107,7 +107,7 @@ void Server::remove(std::uint32_t id) {
   if (!connection.welcomed) --strangers_;
   stalled_ -= connection.stalled.size();
   if (connection.page) connection.page.close_target();
-  parts_.epoll.remove(connection.socket.get());
+  parts_.epoll.hang_up(connection.socket.get());
   connections_.erase(found);
 }
 

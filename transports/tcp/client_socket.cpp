@@ -23,7 +23,7 @@ bool ClientSocket::run() {
 
 void ClientSocket::abort() noexcept {
   if (closed()) return;
-  make_close_abortive(fd_.get());
+  break_connection(fd_.get());
   close();
 }
 

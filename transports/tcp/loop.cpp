@@ -38,6 +38,8 @@ void Loop::rewatch(int fd, std::uint32_t events, Watched& watched) noexcept {
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
 
+void Loop::unwatch(int fd) noexcept { ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+
 void Loop::schedule(Watched& watched) {
   if (watched.scheduled_) return;
   watched.scheduled_ = true;

@@ -44,6 +44,10 @@ class Loop {
   /// Changes what is reported; 0 for nothing.
   void rewatch(int fd, std::uint32_t events, Watched& watched) noexcept;
 
+  /// Before the descriptor is closed: where a child of fork() has a copy of it, closing alone would leave it
+  /// in the loop, and its events would go to whoever has died meanwhile.
+  void unwatch(int fd) noexcept;
+
   /// Runs `watched` from the next turn on, until it says that it is done.
   void schedule(Watched& watched);
   /// Keeps a closed object until no list of the loop can name it any more.

@@ -140,9 +140,13 @@ void tune_connection(int fd) noexcept {
   set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, silence_limit_ms);
 }
 
-void make_close_abortive(int fd) noexcept {
+void break_connection(int fd) noexcept {
   const linger abortive{.l_onoff = 1, .l_linger = 0};
   ::setsockopt(fd, SOL_SOCKET, SO_LINGER, &abortive, sizeof abortive);
+  // Closing would do, were there no copies of the descriptor: this breaks the connection for all of them.
+  sockaddr nowhere{};
+  nowhere.sa_family = AF_UNSPEC;
+  ::connect(fd, &nowhere, sizeof nowhere);
 }
 
 }  // namespace kvferry::tcp

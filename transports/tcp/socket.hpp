@@ -59,7 +59,7 @@ Result<Fd> begin_connect(const Endpoint& peer, const TcpConfig& config);
 /// Options of every data connection: no delay, keepalive, limits on silence.
 void tune_connection(int fd) noexcept;
 
-/// Closing `fd` will throw away what the kernel has not sent yet, and tell the peer so at once.
-void make_close_abortive(int fd) noexcept;
+/// Throws away what the kernel has not sent yet, and tells the peer at once that the connection is gone.
+void break_connection(int fd) noexcept;
 
 }  // namespace kvferry::tcp

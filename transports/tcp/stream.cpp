@@ -260,6 +260,12 @@ void Stream::break_off(const Status& why) {
   on_broken(why);
 }
 
-void Stream::close() noexcept { fd_.reset(); }
+void Stream::close() noexcept {
+  if (!fd_) return;
+  loop_.unwatch(fd_.get());
+  // Copies of the descriptor in children of fork() must not keep the connection alive.
+  ::shutdown(fd_.get(), SHUT_RDWR);
+  fd_.reset();
+}
 
 }  // namespace kvferry::tcp

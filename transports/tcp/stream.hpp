@@ -80,6 +80,9 @@ class Inbox {
 class Stream : public Watched {
  public:
   Stream(Loop& loop, Fd fd) noexcept : loop_(loop), fd_(std::move(fd)) {}
+  ~Stream() override { close(); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
 
   void on_events(std::uint32_t events) override;
   bool run() override;
