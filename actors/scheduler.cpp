@@ -115,9 +115,9 @@ void SchedulerActor::reopen(const ReopenRail& again) {
   if (place == found->second.rails.end() || place->second.up || !place->second.cooling) return;
   // Said once, and only now: a peer that ends in good order takes its rails with it before it is forgotten.
   if (place->second.failures == 1)
-    log(LogLevel::warning, fmt::format("rail {} ({}) to peer '{}' went down and is tried again: {}", again.rail,
-                                       place->second.plan.spec.transport, found->second.record->name,
-                                       place->second.why.to_string()));
+    log(LogLevel::warning,
+        fmt::format("rail {} ({}) to peer '{}' went down and is tried again: {}", again.rail,
+                    place->second.plan.spec.transport, found->second.record->name, place->second.why.to_string()));
   open(again.peer, place->second);
 }
 
