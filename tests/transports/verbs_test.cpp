@@ -319,6 +319,31 @@ class VerbsTest : public testing::Test {
   bool mute = false;  ///< requests get no answer
 };
 
+TEST_F(VerbsTest, AChannelIsUpOnlyWhenPacketsComeThrough) {
+  start({device("a")});
+  nic->hold_requests(true);
+  ChannelSpec spec;
+  spec.address = target->port->address();
+  spec.token = token;
+  spec.target_incarnation = life;
+  spec.give_up = Clock::now() + 300ms;
+  const auto lost = initiator->port->open(spec);
+  ASSERT_TRUE(lost);
+  ASSERT_TRUE(step_until([&] { return initiator->events.down.contains(*lost); }));
+  EXPECT_TRUE(initiator->events.up.empty()) << "connected, but nothing came through";
+  EXPECT_EQ(initiator->events.down.at(*lost), Errc::unreachable);
+  EXPECT_NE(initiator->events.down.at(*lost).text().find("no packet"), std::string_view::npos);
+  nic->hold_requests(false);
+  nic->fail_request(0, IBV_WC_RETRY_EXC_ERR);
+  spec.give_up = Clock::now() + 5s;
+  const auto unanswered = initiator->port->open(spec);
+  ASSERT_TRUE(unanswered);
+  ASSERT_TRUE(step_until([&] { return initiator->events.down.contains(*unanswered); }));
+  EXPECT_EQ(initiator->events.down.at(*unanswered), Errc::channel_error);
+  EXPECT_TRUE(initiator->events.up.empty());
+  EXPECT_NE(open(), 0u);
+}
+
 TEST_F(VerbsTest, OneDoorbellCarriesAWholeBatch) {
   start({device("a")});
   regions(64 * 32 * kib);

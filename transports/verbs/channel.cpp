@@ -158,8 +158,23 @@ void Channel::on_answer(const Result<std::string>& answer) {
   if (Status status = connect(*decoded); !status) return begin_end(status);
   notification_credits_ = decoded->notifications;
   message_credits_ = decoded->messages;
-  state_ = State::up;
-  parts_.events.on_channel_up(id_);
+  if (Status status = prove(); !status) return begin_end(status);
+  state_ = State::proving;
+}
+
+// Queue pairs connect without a packet: whether the two devices reach each other shows only in use. A rail
+// that is up and carries nothing would keep transfers from the transports that could.
+Status Channel::prove() {
+  bool posted = post_empty(*messages_);
+  for (DataQueue& queue : data_) posted = post_empty(*queue.sends) && posted;
+  if (posted) return {};
+  return {Errc::channel_error, fmt::format("verbs: {} takes no requests", side_->device.facts.name())};
+}
+
+/// Touches nothing, and is acknowledged by the peer's device or not at all.
+bool Channel::post_empty(SendQueue& sends) {
+  sends.add({}).opcode = IBV_WR_RDMA_WRITE;
+  return sends.post().accepted == 1;
 }
 
 Status Channel::connect(const ConnectAnswer& answer) {
@@ -417,12 +432,7 @@ void Channel::probe() {
   if (!awaits_acceptance() || messages_->in_flight() > 0) return;
   const TimePoint now = Clock::now();
   if (now < probe_at_) return;
-  if (probe_at_ != TimePoint{}) {
-    // Empty: touches nothing, and is acknowledged by the peer's device or not at all.
-    ibv_send_wr& request = messages_->add({});
-    request.opcode = IBV_WR_RDMA_WRITE;
-    messages_->post();
-  }
+  if (probe_at_ != TimePoint{}) post_empty(*messages_);
   probe_at_ = now + probe_interval;
 }
 
@@ -452,7 +462,12 @@ void Channel::on_sent(SendQueue& queue, const ibv_wc& completion) {
     if (last && !ok && posted.item->result.is_ok()) posted.item->result = why;
     settle(*posted.item);
   });
-  if (!ok && state_ == State::up) begin_end({Errc::channel_error, std::string(why.text())});
+  if (!ok && (state_ == State::up || state_ == State::proving))
+    return begin_end({Errc::channel_error, std::string(why.text())});
+  if (state_ == State::proving && quiet()) {
+    state_ = State::up;
+    parts_.events.on_channel_up(id_);
+  }
 }
 
 Status Channel::describe(const ibv_wc& completion, const SendQueue& queue) const {
@@ -544,11 +559,16 @@ void Channel::tick(TimePoint now) {
   if (state_ == State::asking && now >= spec_.give_up)
     begin_end({Errc::unreachable, fmt::format("verbs: the peer did not answer the request to connect {} in time",
                                               side_->device.facts.name())});
+  if (state_ == State::proving && now >= spec_.give_up)
+    begin_end(
+        {Errc::unreachable, fmt::format("verbs: no packet of {} came through to {} in time: do the two ports share "
+                                        "a network, and does UDP port 4791 pass?",
+                                        side_->device.facts.name(), peer_device_)});
   if (state_ == State::ending) end_if_quiet(now);
 }
 
 TimePoint Channel::next_wakeup() const noexcept {
-  if (state_ == State::asking) return spec_.give_up;
+  if (state_ == State::asking || state_ == State::proving) return spec_.give_up;
   if (awaits_acceptance()) return probe_at_;
   return state_ == State::ending ? fence_by_ : TimePoint::max();
 }

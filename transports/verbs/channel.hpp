@@ -56,7 +56,7 @@ class Channel final : public PairOwner {
   bool runnable() const noexcept { return blocked_; }
 
  private:
-  enum class State : std::uint8_t { asking, up, ending, ended };
+  enum class State : std::uint8_t { asking, proving, up, ending, ended };
 
   struct DataQueue {
     std::unique_ptr<SendQueue> sends;
@@ -68,6 +68,8 @@ class Channel final : public PairOwner {
   Status choose(const PortAddress& target);
   Status make_pairs();
   Status connect(const ConnectAnswer& answer);
+  Status prove();
+  static bool post_empty(SendQueue& sends);
 
   // ---- posting
   Status prepare(Item& item);

@@ -183,10 +183,9 @@ void VerbsPort::on_arrival(DeviceSide& side, const ibv_wc& completion) {
         channel->second->on_accepted(decode_number(from.data(buffer) + head_bytes + i * sizeof(std::uint32_t)));
     return from.post(buffer);
   }
-  Served* served = server_.find(head.channel);
   const bool known = head.kind == HeadKind::message || head.kind == HeadKind::notification;
-  if (served == nullptr || !known) return from.post(buffer);
-  served->on_arrival(from, buffer, head);
+  if (!known) return from.post(buffer);
+  server_.on_arrival(from, buffer, head);
 }
 
 /// What has happened to the device since: a port that went down takes its channels along.

@@ -141,7 +141,7 @@ Result<std::string> Server::serve(std::string_view request) {
   if (is_close_request(request)) {
     const auto close = decode_close_request(request);
     if (!close) return close.status();
-    channels_.erase(close->channel);
+    remove(close->channel);
     return std::string();
   }
   const auto connect_request = decode_connect_request(request);
@@ -168,26 +168,39 @@ Result<std::string> Server::connect(const ConnectRequest& request) {
   return encode(answer);
 }
 
-Served* Server::find(std::uint64_t wire_id) {
+void Server::on_arrival(ReceiveQueue& from, std::uint32_t buffer, const Head& head) {
+  const auto found = channels_.find(head.channel);
+  if (found == channels_.end()) return from.post(buffer);
+  Served& served = *found->second;
+  served.on_arrival(from, buffer, head);
+  if (served.busy() && std::find(busy_.begin(), busy_.end(), &served) == busy_.end()) busy_.push_back(&served);
+}
+
+void Server::remove(std::uint64_t wire_id) {
   const auto found = channels_.find(wire_id);
-  return found == channels_.end() ? nullptr : found->second.get();
+  if (found == channels_.end()) return;
+  std::erase(busy_, found->second.get());
+  channels_.erase(found);
 }
 
 void Server::drop_session(SessionId session) {
-  std::erase_if(channels_, [session](const auto& channel) { return channel.second->session() == session; });
+  std::vector<std::uint64_t> gone;
+  for (const auto& [id, channel] : channels_)
+    if (channel->session() == session) gone.push_back(id);
+  for (const std::uint64_t id : gone) remove(id);
 }
 
 void Server::tick() {
-  for (const auto& [id, channel] : channels_)
-    if (channel->stalled() || channel->runnable()) channel->tick();
+  for (Served* channel : busy_) channel->tick();
+  std::erase_if(busy_, [](const Served* channel) { return !channel->busy(); });
 }
 
 bool Server::stalled() const {
-  return std::any_of(channels_.begin(), channels_.end(), [](const auto& one) { return one.second->stalled(); });
+  return std::any_of(busy_.begin(), busy_.end(), [](const Served* one) { return one->stalled(); });
 }
 
 bool Server::runnable() const {
-  return std::any_of(channels_.begin(), channels_.end(), [](const auto& one) { return one.second->runnable(); });
+  return std::any_of(busy_.begin(), busy_.end(), [](const Served* one) { return one->runnable(); });
 }
 
 }  // namespace kvferry::verbs

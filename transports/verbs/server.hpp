@@ -37,6 +37,7 @@ class Served final : public PairOwner {
 
   SessionId session() const noexcept { return session_; }
   bool stalled() const noexcept { return !notifications_.empty() || !messages_.empty(); }
+  bool busy() const noexcept { return stalled() || !taken_.empty(); }
   bool runnable() const noexcept { return !taken_.empty() && !reporting_ && !broken_; }
   const DeviceSide* side() const noexcept { return side_; }
 
@@ -68,8 +69,8 @@ class Server {
   explicit Server(PortParts& parts) : parts_(parts) {}
 
   Result<std::string> serve(std::string_view request);
-  /// Finds the channel that something arrived for.
-  Served* find(std::uint64_t wire_id);
+  /// Something for one of the channels has arrived in a buffer of `from`.
+  void on_arrival(ReceiveQueue& from, std::uint32_t buffer, const Head& head);
   void drop_session(SessionId session);
   void tick();
   bool stalled() const;
@@ -77,9 +78,11 @@ class Server {
 
  private:
   Result<std::string> connect(const ConnectRequest& request);
+  void remove(std::uint64_t wire_id);
 
   PortParts& parts_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Served>> channels_;
+  std::vector<Served*> busy_;  ///< those that have something to do without an arrival
 };
 
 }  // namespace kvferry::verbs
