@@ -352,9 +352,12 @@ void EndpointActor::repeat_questions() {
   }
 }
 
+EndpointActor::Questions::iterator EndpointActor::find_question(std::uint64_t id) {
+  return std::find_if(questions_.begin(), questions_.end(), [id](const auto& entry) { return entry.second.id == id; });
+}
+
 void EndpointActor::on_region(std::uint64_t question, const RegionMessage& message) {
-  const auto open = std::find_if(questions_.begin(), questions_.end(),
-                                 [&](const auto& entry) { return entry.second.id == question; });
+  const auto open = find_question(question);
   if (open == questions_.end()) return;
   last_seen_ = clock().now();
   const std::string region = open->first;
@@ -367,8 +370,7 @@ void EndpointActor::on_region(std::uint64_t question, const RegionMessage& messa
 }
 
 void EndpointActor::on_region_refused(std::uint64_t question, const Status& why) {
-  const auto open = std::find_if(questions_.begin(), questions_.end(),
-                                 [&](const auto& entry) { return entry.second.id == question; });
+  const auto open = find_question(question);
   if (open == questions_.end()) return;
   const std::string region = open->first;
   questions_.erase(open);

@@ -54,6 +54,7 @@ class EndpointActor final : public caf::event_based_actor {
     std::uint64_t id = 0;
     TimePoint asked_at{};
   };
+  using Questions = std::map<std::string, Question, std::less<>>;  ///< by region
 
   // ---- connecting
   void connect(const ConnectRequest& request);
@@ -84,6 +85,7 @@ class EndpointActor final : public caf::event_based_actor {
   void ask_for_region(const std::string& region);
   void ask_unless_asked(const std::string& region);
   void repeat_questions();
+  Questions::iterator find_question(std::uint64_t id);
   void on_region(std::uint64_t question, const RegionMessage& region);
   void on_region_refused(std::uint64_t question, const Status& why);
   std::vector<Parked> take_parked(const std::function<bool(const Parked&)>& which);
@@ -122,7 +124,7 @@ class EndpointActor final : public caf::event_based_actor {
   };
   std::map<std::uint64_t, Relayed> relayed_;  ///< by id, those without an answer yet
   std::uint64_t next_relayed_ = 1;
-  std::map<std::string, Question, std::less<>> questions_;  ///< by region, those without an answer yet
+  Questions questions_;  ///< by region, those without an answer yet
 };
 
 }  // namespace kvferry

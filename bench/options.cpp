@@ -4,7 +4,6 @@
 #include <array>
 #include <charconv>
 #include <cmath>
-#include <sstream>
 
 #include <fmt/core.h>
 #include <unistd.h>
@@ -84,13 +83,6 @@ Status check_endpoints(const FlagValues& values, Mode mode) {
     return wrong("remote-endpoint", "--mode initiator needs the address that the target printed (tcp://HOST:PORT)");
   }
   return require_endpoint("remote-endpoint", values.remote_endpoint, 1);
-}
-
-std::vector<std::string> split_names(const std::string& list) {
-  std::vector<std::string> names;
-  std::istringstream in(list);
-  for (std::string name; std::getline(in, name, ',');) names.push_back(name);
-  return names;
 }
 
 Status check_transport(const FlagValues& values) {
@@ -245,7 +237,7 @@ void fill_plain(const FlagValues& values, BenchOptions& options) {
   options.local_endpoint = values.local_endpoint;
   options.remote_endpoint = values.remote_endpoint;
   options.transport = values.transport;
-  options.devices = split_names(values.device_name);
+  if (!values.device_name.empty()) options.devices = split_list(values.device_name);
   options.limits.trips = static_cast<std::uint64_t>(values.iterations);
   options.limits.seconds = values.duration == 0 && values.iterations == 0 ? default_case_seconds : values.duration;
   options.rounds = static_cast<std::uint32_t>(values.rounds);

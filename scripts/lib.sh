@@ -11,6 +11,11 @@ export CCACHE_NOHASHDIR=1
 # Line numbers are all the debug information that a test or a demo needs; more doubles the time to compile.
 build_options=(-DCMAKE_BUILD_TYPE=RelWithDebInfo "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -g1 -DNDEBUG")
 
+# The median of the numbers on standard input, one a line.
+median() { sort -g | awk '{ v[NR] = $1 } END { print NR % 2 ? v[(NR + 1) / 2] : (v[NR / 2] + v[NR / 2 + 1]) / 2 }'; }
+# field NAME: that field of each JSON line on standard input.
+field() { sed -n "s/.*\"$1\":\([^,}]*\).*/\1/p"; }
+
 say() { printf '\n== %s\n' "$*"; }
 die() {
   printf '%s: %s\n' "$(basename "$0")" "$*" >&2

@@ -90,7 +90,7 @@ std::size_t ShmPort::poll(std::span<Completion> completions) {
   until_look_ -= 1 + static_cast<std::int64_t>(copied / bytes_per_poll_count);
   if (until_look_ <= 0 || about_to_sleep_) look_at_sockets();
   if (parts_.channel_ended) report_ended_channels();
-  return hand_over(completions);
+  return parts_.finished.hand_over(completions);
 }
 
 /// One portion of each channel in turn, until the poll's share of bytes or items is used up.
@@ -164,17 +164,6 @@ void ShmPort::report_ended_channels() {
     std::erase(parts_.active, gone.get());
     parts_.events.on_channel_down(gone->id(), gone->why());
   }
-}
-
-std::size_t ShmPort::hand_over(std::span<Completion> completions) {
-  std::size_t count = 0;
-  while (count < completions.size() && reported_ < parts_.finished.size())
-    completions[count++] = std::move(parts_.finished[reported_++]);
-  if (reported_ == parts_.finished.size()) {
-    parts_.finished.clear();
-    reported_ = 0;
-  }
-  return count;
 }
 
 Progress ShmPort::progress() const {

@@ -41,14 +41,12 @@ class ShmPort final : public Port {
   void collect_from_helpers();
   void look_at_sockets();
   void report_ended_channels();
-  std::size_t hand_over(std::span<Completion> completions);
 
   PortParts parts_;
   std::unique_ptr<Server> server_;
   std::unordered_map<ChannelId, std::unique_ptr<Channel>> channels_;
   ChannelId next_channel_ = 1;
   std::size_t turn_ = 0;        ///< whose portion is next in PortParts::active
-  std::size_t reported_ = 0;    ///< of PortParts::finished
   std::size_t connecting_ = 0;  ///< channels that were so at the last look
   std::int64_t polls_per_look_ = 1;
   std::int64_t until_look_ = 0;  ///< work left before the sockets are looked at again

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <kvferry/runtime/config.hpp>
+#include <kvferry/transports/completion_list.hpp>
 #include <kvferry/transports/shm/copy_pool.hpp>
 #include <kvferry/transports/shm/epoll_set.hpp>
 #include <kvferry/transports/shm/options.hpp>
@@ -23,11 +24,11 @@ struct PortParts {
   const PortContext context;
   PortEvents& events;
   EpollSet epoll;
-  std::unique_ptr<CopyPool> pool;    ///< only with ShmConfig::copy_threads
-  std::vector<Channel*> active;      ///< channels with items to copy now
-  std::vector<Completion> finished;  ///< not reported yet
-  std::size_t outstanding = 0;       ///< items taken and not finished
-  bool channel_ended = false;        ///< some channel waits to be reported as down
+  std::unique_ptr<CopyPool> pool;  ///< only with ShmConfig::copy_threads
+  std::vector<Channel*> active;    ///< channels with items to copy now
+  CompletionList finished;         ///< not reported yet
+  std::size_t outstanding = 0;     ///< items taken and not finished
+  bool channel_ended = false;      ///< some channel waits to be reported as down
   std::vector<std::byte> packet = std::vector<std::byte>(receive_buffer_bytes);
 };
 

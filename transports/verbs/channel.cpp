@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <random>
 #include <utility>
 
 #include <fmt/format.h>
@@ -11,13 +10,6 @@
 
 namespace kvferry::verbs {
 namespace {
-
-std::uint64_t number_of(RegionKey key) { return std::uint64_t{key.generation} << 32 | key.slot; }
-
-std::uint64_t random_number() {
-  std::random_device device;
-  return static_cast<std::uint64_t>(device()) << 32 | device();
-}
 
 /// Skips what is empty, so that `first` and `skip` name the next byte.
 SliceRange trimmed(SliceRange range) {
@@ -452,10 +444,9 @@ void Channel::on_accepted(std::uint32_t number) {
 void Channel::on_sent(SendQueue& queue, const ibv_wc& completion) {
   const bool ok = completion.status == IBV_WC_SUCCESS;
   Status why;
-  if (!ok) why = describe(completion, queue);
+  if (!ok) why = describe(completion);
   queue.retire(static_cast<std::uint32_t>(completion.wr_id), [&](const Posted& posted, bool last) {
-    if (posted.small_buffer != Posted::no_buffer) side_->small_sends->give_back(posted.small_buffer);
-    if (posted.large_buffer != Posted::no_buffer) side_->large_sends->give_back(posted.large_buffer);
+    side_->give_back(posted);
     if (posted.item == nullptr) return;
     --posted.item->outstanding;
     // Requests before the one that failed have succeeded: a queue pair works in order.
@@ -470,10 +461,9 @@ void Channel::on_sent(SendQueue& queue, const ibv_wc& completion) {
   }
 }
 
-Status Channel::describe(const ibv_wc& completion, const SendQueue& queue) const {
+Status Channel::describe(const ibv_wc& completion) const {
   const std::string where =
       fmt::format("verbs: {} to {} (queue pair {})", side_->device.facts.name(), peer_device_, completion.qp_num);
-  static_cast<void>(queue);
   switch (completion.status) {
     case IBV_WC_WR_FLUSH_ERR:
       return {Errc::channel_error, std::string(why_.is_ok() ? where + ": flushed" : std::string(why_.text()))};
@@ -587,8 +577,7 @@ void Channel::break_pairs() {
     if (!sends) return;
     if (sends->in_flight() > 0)
       sends->retire(sends->newest(), [this](const Posted& posted, bool) {
-        if (posted.small_buffer != Posted::no_buffer) side_->small_sends->give_back(posted.small_buffer);
-        if (posted.large_buffer != Posted::no_buffer) side_->large_sends->give_back(posted.large_buffer);
+        side_->give_back(posted);
         if (posted.item != nullptr) --posted.item->outstanding;
       });
     parts_.forget(*sends);

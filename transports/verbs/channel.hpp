@@ -91,7 +91,7 @@ class Channel final : public PairOwner {
   void end_items();
   bool quiet() const noexcept;
   void break_pairs();
-  Status describe(const ibv_wc& completion, const SendQueue& queue) const;
+  Status describe(const ibv_wc& completion) const;
 
   const ChannelId id_;
   const ChannelSpec spec_;

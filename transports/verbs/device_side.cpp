@@ -166,4 +166,9 @@ Result<std::unique_ptr<DeviceSide>> DeviceSide::create(const Device& device, std
   return side;
 }
 
+void DeviceSide::give_back(const Posted& posted) noexcept {
+  if (posted.small_buffer != Posted::no_buffer) small_sends->give_back(posted.small_buffer);
+  if (posted.large_buffer != Posted::no_buffer) large_sends->give_back(posted.large_buffer);
+}
+
 }  // namespace kvferry::verbs

@@ -101,8 +101,22 @@ inline constexpr std::uint32_t small_bytes = 256;
 inline constexpr std::uint32_t small_receives_tag = 0xfffffffe;
 inline constexpr std::uint32_t large_receives_tag = 0xffffffff;
 
+struct Item;
+
+/// One request on its way, and whom its end concerns.
+struct Posted {
+  static constexpr std::uint32_t no_buffer = UINT32_MAX;
+
+  Item* item = nullptr;  ///< none for what the port sends by itself
+  std::uint32_t small_buffer = no_buffer;
+  std::uint32_t large_buffer = no_buffer;
+};
+
 struct DeviceSide {
   static Result<std::unique_ptr<DeviceSide>> create(const Device& device, std::uint32_t index);
+
+  /// Frees the buffers that a request which has ended was sent from.
+  void give_back(const Posted& posted) noexcept;
 
   const Device& device;
   const std::uint32_t index;  ///< in the order of the devices

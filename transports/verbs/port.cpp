@@ -2,7 +2,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <random>
 #include <utility>
 
 #include <fmt/format.h>
@@ -19,11 +18,6 @@ constexpr std::size_t completions_per_poll = 64;
 constexpr std::uint32_t polls_per_look = 1024;  // at the device's state, which is a system call
 // Rests while the device refuses for want of memory.
 constexpr auto shortage_rest = std::chrono::microseconds(100);
-
-std::uint64_t random_number() {
-  std::random_device device;
-  return static_cast<std::uint64_t>(device()) << 32 | device();
-}
 
 std::string address_of(const std::vector<Device>& devices) {
   PortAddress address;
@@ -144,7 +138,7 @@ std::size_t VerbsPort::poll(std::span<Completion> completions) {
   server_.tick();
   if (changing_ > 0) tick_channels();
   hand_over_requests();
-  return hand_over(completions);
+  return parts_.finished.hand_over(completions);
 }
 
 std::size_t VerbsPort::take_completions(DeviceSide& side) {
@@ -224,17 +218,6 @@ void VerbsPort::tick_channels() {
     by_wire_id_.erase(gone->wire_id());
     parts_.events.on_channel_down(gone->id(), gone->why());
   }
-}
-
-std::size_t VerbsPort::hand_over(std::span<Completion> completions) {
-  std::size_t count = 0;
-  while (count < completions.size() && reported_ < parts_.finished.size())
-    completions[count++] = std::move(parts_.finished[reported_++]);
-  if (reported_ == parts_.finished.size()) {
-    parts_.finished.clear();
-    reported_ = 0;
-  }
-  return count;
 }
 
 // ---------------------------------------------------------------- sleeping

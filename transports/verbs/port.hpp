@@ -49,7 +49,6 @@ class VerbsPort final : public Port {
   void on_arrival(DeviceSide& side, const ibv_wc& completion);
   void hand_over_requests();
   void tick_channels();
-  std::size_t hand_over(std::span<Completion> completions);
 
   PortParts parts_;
   Server server_;
@@ -60,7 +59,6 @@ class VerbsPort final : public Port {
   ChannelId next_channel_ = 1;
   std::size_t changing_ = 0;  ///< channels that connect or end
   std::vector<std::pair<ChannelId, Result<std::string>>> answers_;
-  std::size_t reported_ = 0;  ///< of PortParts::finished
   std::uint32_t polls_ = 0;
   mutable bool slept_ = false;
   mutable std::vector<std::pair<DeviceSide*, ibv_wc>> stash_;  ///< completions found when going to sleep

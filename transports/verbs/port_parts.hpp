@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <kvferry/runtime/config.hpp>
+#include <kvferry/transports/completion_list.hpp>
 #include <kvferry/transports/transport.hpp>
 #include <kvferry/transports/verbs/device_side.hpp>
 #include <kvferry/transports/verbs/registration.hpp>
@@ -41,7 +42,7 @@ struct PortParts {
   PortEvents& events;
   std::vector<std::unique_ptr<DeviceSide>> sides;
   std::unordered_map<std::uint32_t, std::pair<SendQueue*, PairOwner*>> owners;
-  std::vector<Completion> finished;
+  CompletionList finished;
   std::vector<std::pair<ChannelId, std::string>> exchanges;  ///< to be handed to events
   std::uint32_t next_slot = 1;
 };

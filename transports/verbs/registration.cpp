@@ -13,8 +13,6 @@ namespace {
 // Parts meet at page boundaries, as devices like it.
 constexpr std::uint64_t part_alignment = 2 << 20;
 
-std::uint64_t number_of(RegionKey key) { return std::uint64_t{key.generation} << 32 | key.slot; }
-
 std::string memlock_text() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "unlimited";

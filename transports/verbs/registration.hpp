@@ -16,6 +16,9 @@
 
 namespace kvferry::verbs {
 
+/// A registration as one number.
+inline std::uint64_t number_of(RegionKey key) noexcept { return std::uint64_t{key.generation} << 32 | key.slot; }
+
 /// The keys of one region on one device. Parts are of equal size, the last may be shorter.
 struct RegionKeys {
   std::uint64_t address = 0;     ///< of the region's first byte, as the device knows it

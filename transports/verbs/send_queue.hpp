@@ -11,17 +11,6 @@
 
 namespace kvferry::verbs {
 
-struct Item;
-
-/// One request on its way, and whom its end concerns.
-struct Posted {
-  static constexpr std::uint32_t no_buffer = UINT32_MAX;
-
-  Item* item = nullptr;  ///< none for what the port sends by itself
-  std::uint32_t small_buffer = no_buffer;
-  std::uint32_t large_buffer = no_buffer;
-};
-
 /// What became of a chain that was handed to the device.
 struct ChainOutcome {
   std::uint32_t accepted = 0;  ///< requests, a prefix

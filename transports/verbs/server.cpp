@@ -19,9 +19,7 @@ constexpr std::size_t most_served = 16384;
 Served::~Served() {
   for (const auto& pair : pairs_) {
     if (pair->in_flight() > 0)
-      pair->retire(pair->newest(), [this](const Posted& posted, bool) {
-        if (posted.small_buffer != Posted::no_buffer) side_->small_sends->give_back(posted.small_buffer);
-      });
+      pair->retire(pair->newest(), [this](const Posted& posted, bool) { side_->give_back(posted); });
     parts_.forget(*pair);
   }
   pairs_.clear();
@@ -128,9 +126,8 @@ void Served::report() {
 void Served::on_sent(SendQueue& queue, const ibv_wc& completion) {
   // The initiator sees a broken channel itself, and asks for a new one.
   if (completion.status != IBV_WC_SUCCESS) broken_ = true;
-  queue.retire(static_cast<std::uint32_t>(completion.wr_id), [this](const Posted& posted, bool) {
-    if (posted.small_buffer != Posted::no_buffer) side_->small_sends->give_back(posted.small_buffer);
-  });
+  queue.retire(static_cast<std::uint32_t>(completion.wr_id),
+               [this](const Posted& posted, bool) { side_->give_back(posted); });
   reporting_ = false;
   if (runnable()) report();
 }

@@ -1,4 +1,5 @@
 #include <cstring>
+#include <random>
 
 #include <fmt/format.h>
 #include <msgpack.hpp>
@@ -65,6 +66,11 @@ using GidFields = std::tuple<std::string, std::uint32_t, std::uint8_t, std::uint
 using DeviceFields = std::tuple<std::string, bool, std::uint16_t, std::uint32_t, std::vector<GidFields>>;
 
 }  // namespace
+
+std::uint64_t random_number() {
+  std::random_device device;
+  return static_cast<std::uint64_t>(device()) << 32 | device();
+}
 
 std::string encode(const PortAddress& address) {
   std::vector<DeviceFields> devices;

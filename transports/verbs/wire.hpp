@@ -16,6 +16,9 @@
 
 namespace kvferry::verbs {
 
+/// Names a port or a channel: nobody else has it, and nobody guesses it.
+std::uint64_t random_number();
+
 /// One device of a port, as its address names it.
 struct DeviceAddress {
   std::string name;
