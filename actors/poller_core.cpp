@@ -338,6 +338,7 @@ bool PollerCore::post(Rail& rail, Chunk& chunk) {
   item.immediate = job.transfer->immediate();
   item.sequence = chunk.sequence;
   item.transfer_bytes = job.transfer->bytes();
+  item.waiters = &job.transfer->work_offer();
   if (chunk.op == Op::send) item.message = job.transfer->message();
   if (rail.port->port->post(rail.channel, {&item, 1}) == 0) {
     rail.blocked_in_step = step_;

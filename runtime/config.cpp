@@ -253,6 +253,9 @@ std::vector<Field> make_fields() {
   add(number(
       "shm.copy_threads", "KVFERRY_SHM_COPY_THREADS", "", 0, 64, [](auto& c) -> auto& { return c.shm.copy_threads; },
       "Helper threads that copy large transfers. 0 copies on the poller."));
+  add(words(
+      "shm.waiters_copy", "KVFERRY_SHM_WAITERS_COPY", "on or off", [](auto& c) -> auto& { return c.shm.waiters_copy; },
+      anything<bool>, "Whether threads in Transfer::wait take part in copying."));
   add(number(
       "shm.chunk_bytes", "KVFERRY_SHM_CHUNK_BYTES", "bytes", 4 * kib, 64 * mib,
       [](auto& c) -> auto& { return c.shm.chunk_bytes; }, "Most bytes copied between two looks at the queues."));

@@ -19,6 +19,7 @@ struct TcpConfig {
 struct ShmConfig {
   bool enabled = true;
   int copy_threads = 0;                 ///< helpers for large transfers, 0-64; 0 copies on the poller
+  bool waiters_copy = true;             ///< whether threads in Transfer::wait take part in copying
   std::uint64_t chunk_bytes = 1 << 20;  ///< most bytes copied between two looks at the queues
   /// Batches of at least this many bytes are copied with streaming stores; 0 never.
   std::uint64_t streaming_bytes = 4 << 20;

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <limits>
 
 #include <kvferry/runtime/slice.hpp>
@@ -15,6 +16,25 @@ bool touches(const Slice& before, const Slice& after) noexcept {
 }
 
 }  // namespace
+
+SliceRange take_front(SliceRange& range, std::uint32_t max_pieces, std::uint64_t max_bytes) noexcept {
+  SliceRange front{range.first, 0, range.skip, 0};
+  for (std::uint32_t pieces = 0; pieces < max_pieces && front.bytes < max_bytes && range.bytes > 0;) {
+    if (range.count == 0) break;
+    const std::uint64_t rest = range.first->length - range.skip;
+    const std::uint64_t piece = std::min({rest, range.bytes, max_bytes - front.bytes});
+    if (piece > 0) ++pieces;
+    ++front.count;
+    front.bytes += piece;
+    range.bytes -= piece;
+    range.skip += piece;
+    if (piece < rest) break;
+    ++range.first;
+    --range.count;
+    range.skip = 0;
+  }
+  return front;
+}
 
 SliceRange SliceCursor::next(std::uint64_t max_bytes, std::uint32_t max_slices, std::uint64_t whole_bytes) {
   if (at_end()) return {};

@@ -47,6 +47,10 @@ struct SliceRange {
   friend bool operator==(const SliceRange&, const SliceRange&) = default;
 };
 
+/// Cuts the front off `range`: at most `max_bytes` bytes in at most `max_pieces` pieces that are not empty.
+/// The result is empty only when the range is, or a limit is 0.
+SliceRange take_front(SliceRange& range, std::uint32_t max_pieces, std::uint64_t max_bytes) noexcept;
+
 /// Walks an array of slices and cuts it into ranges for the transports.
 class SliceCursor {
  public:

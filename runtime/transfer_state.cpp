@@ -19,14 +19,6 @@ namespace {
 
 constexpr auto pure_spin = std::chrono::microseconds(5);
 
-inline void pause_core() noexcept {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 // The limit is absolute, so an interrupted or spurious return can simply wait again.
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, TimePoint until) noexcept {
   timespec limit{};
@@ -117,16 +109,16 @@ void TransferState::run(Callback callback, TransferOwner* owner) {
 
 bool TransferState::wait_until(TimePoint until, Duration spin) const {
   if (done()) return true;
-  const TimePoint start = Clock::now();
-  const TimePoint spin_end = spin < until - start ? start + spin : until;
-  const TimePoint pure_end = std::min(spin_end, start + pure_spin);
-  for (TimePoint now = start; now < spin_end; now = Clock::now()) {
+  TimePoint start = Clock::now();
+  for (TimePoint now = start; now < until && now - start < spin; now = Clock::now()) {
     // Past the first moments another thread may need this core more, perhaps the one waited for.
-    if (wait_yields_ && now >= pure_end) ::sched_yield();
+    if (wait_yields_ && now - start >= pure_spin) ::sched_yield();
     for (int i = 0; i < 16; ++i) {
       if (done()) return true;
-      pause_core();
+      SpinLock::pause_core();
     }
+    // Where there was something to do, more is likely to come.
+    if (work_offer_.take_part()) start = Clock::now();
   }
   while (Clock::now() < until) {
     std::uint32_t seen = running_word;

@@ -14,6 +14,7 @@
 
 #include <kvferry/runtime/ref_counted.hpp>
 #include <kvferry/runtime/region.hpp>
+#include <kvferry/runtime/shared_work.hpp>
 #include <kvferry/runtime/slice.hpp>
 #include <kvferry/runtime/status.hpp>
 #include <kvferry/runtime/transfer.hpp>
@@ -80,6 +81,9 @@ class TransferState {
   void set_bytes(std::uint64_t bytes) noexcept { bytes_.store(bytes, std::memory_order_relaxed); }
   std::span<const std::byte> message() const noexcept;
 
+  /// Where a transport offers waiters a part of the work.
+  WorkOffer& work_offer() noexcept { return work_offer_; }
+
   // ---- the end
   bool done() const noexcept { return word_.load(std::memory_order_acquire) == done_word; }
   /// Only once done().
@@ -88,7 +92,7 @@ class TransferState {
   /// thread that carries the transfer out. Lets go of the regions and the owner: a handle that is
   /// kept for long keeps neither alive.
   void complete(Status status);
-  /// Spins for up to `spin`, then sleeps until done or `until`. True when done.
+  /// Spins for up to `spin`, taking part in offered work, then sleeps until done or `until`. True when done.
   bool wait_until(TimePoint until, Duration spin) const;
   /// Once the transfer has ended the callback runs at once on the calling thread, whatever `where`.
   void on_complete(std::function<void(const Status&)> callback, Dispatch where);
@@ -140,6 +144,7 @@ class TransferState {
   std::atomic<std::uint64_t> bytes_{0};
   std::atomic<bool> cancel_requested_{false};
   Status status_;
+  mutable WorkOffer work_offer_;
   std::mutex callbacks_mutex_;            ///< guards the two below and the step to done_word
   std::shared_ptr<TransferOwner> owner_;  ///< empty once done
   std::vector<Callback> callbacks_;

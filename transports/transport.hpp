@@ -37,6 +37,8 @@
 
 namespace kvferry {
 
+class WorkOffer;
+
 /// Random secret that the target's engine gave the initiator's in the handshake; opens channels.
 using Token = std::array<std::byte, 16>;
 
@@ -60,6 +62,7 @@ struct WorkItem {
   std::uint64_t sequence = 0;            ///< write_imm, send: passed to the target unchanged
   std::span<const std::byte> message;    ///< send: at most max_message_bytes
   std::uint64_t transfer_bytes = 0;      ///< bytes of the whole transfer the item is cut from; 0 = just the item
+  WorkOffer* waiters = nullptr;          ///< where the transfer's waiters look for work; nullptr: none can be had
 };
 
 /// The outcome of one item. channel_error means: perhaps not done, may be tried again elsewhere;

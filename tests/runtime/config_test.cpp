@@ -68,6 +68,7 @@ TEST_F(Config, EveryVariableSetsItsField) {
       {"KVFERRY_TCP_SOCKET_BUFFER_BYTES", {"0", [](auto& c) { return c.tcp.socket_buffer_bytes == 0; }}},
       {"KVFERRY_SHM", {"off", [](auto& c) { return !c.shm.enabled; }}},
       {"KVFERRY_SHM_COPY_THREADS", {"3", [](auto& c) { return c.shm.copy_threads == 3; }}},
+      {"KVFERRY_SHM_WAITERS_COPY", {"off", [](auto& c) { return !c.shm.waiters_copy; }}},
       {"KVFERRY_SHM_CHUNK_BYTES", {"8192", [](auto& c) { return c.shm.chunk_bytes == 8192; }}},
       {"KVFERRY_SHM_STREAMING_BYTES", {"0", [](auto& c) { return c.shm.streaming_bytes == 0; }}},
       {"KVFERRY_VERBS", {"off", [](auto& c) { return !c.verbs.enabled; }}},

@@ -195,6 +195,39 @@ TEST_P(RandomSlices, RangesKeepToTheirLimits) {
   }
 }
 
+TEST_P(RandomSlices, FrontsTogetherAreTheWhole) {
+  const std::vector<Slice> slices = make();
+  for (const std::uint64_t max_bytes : {1u, 100u, 5000u})
+    for (const std::uint32_t max_pieces : {1u, 3u, 1000u}) {
+      SliceRange left{slices.data(), static_cast<std::uint32_t>(slices.size()), 0, 0};
+      for (const Slice& slice : slices) left.bytes += slice.length;
+      std::vector<std::uint64_t> seen;
+      while (left.bytes > 0) {
+        const SliceRange front = take_front(left, max_pieces, max_bytes);
+        ASSERT_GT(front.bytes, 0u);
+        ASSERT_LE(front.bytes, max_bytes);
+        std::uint32_t pieces = 0;
+        front.for_each([&](std::uint64_t local, std::uint64_t, std::uint64_t length) {
+          ++pieces;
+          for (std::uint64_t i = 0; i < length; ++i) seen.push_back(local + i);
+        });
+        ASSERT_LE(pieces, max_pieces);
+      }
+      std::vector<std::uint64_t> expected;
+      for (const Slice& slice : slices)
+        for (std::uint64_t i = 0; i < slice.length; ++i) expected.push_back(slice.local_offset + i);
+      ASSERT_EQ(seen, expected);
+    }
+}
+
+TEST(TakeFront, LimitsOfNothingTakeNothing) {
+  const Slice slice{0, 0, 10};
+  SliceRange range{&slice, 1, 0, 10};
+  EXPECT_EQ(take_front(range, 0, 10).bytes, 0u);
+  EXPECT_EQ(take_front(range, 1, 0).bytes, 0u);
+  EXPECT_EQ(range.bytes, 10u);
+}
+
 TEST_P(RandomSlices, MergingInPlaceEqualsMergingElsewhere) {
   const std::vector<Slice> slices = make();
   std::vector<Slice> elsewhere(slices.size());

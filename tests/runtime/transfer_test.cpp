@@ -4,6 +4,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -370,6 +371,54 @@ TEST(Transfer, CoroutineRacesWithTheEnd) {
     completer.join();
     EXPECT_EQ(result.load(), 0);
   }
+}
+
+// ---------------------------------------------------------------- waiters that take part
+
+class CountedWork final : public SharedWork {
+ public:
+  explicit CountedWork(int shares) : left_(shares) {}
+  bool take_part() noexcept override {
+    if (left_.fetch_sub(1) <= 0) return false;
+    ++done;
+    return true;
+  }
+  std::atomic<int> done{0};
+
+ private:
+  std::atomic<int> left_;
+};
+
+TEST(SharedWorkTest, AWaiterTakesPartUntilNothingIsLeft) {
+  const auto state = TransferState::create({});
+  const RefPtr<CountedWork> work(new CountedWork(100), true);
+  state->work_offer().make(RefPtr<SharedWork>(work.get()));
+  EXPECT_FALSE(state->wait_until(Clock::now() + 50ms, 10ms));
+  EXPECT_EQ(work->done.load(), 100);
+}
+
+TEST(SharedWorkTest, AWaiterWhoseTimeIsUpStopsTakingPart) {
+  const auto state = TransferState::create({});
+  const RefPtr<CountedWork> endless(new CountedWork(std::numeric_limits<int>::max()), true);
+  state->work_offer().make(RefPtr<SharedWork>(endless.get()));
+  EXPECT_FALSE(state->wait_until(Clock::now() + 20ms, 10us));
+  EXPECT_GT(endless->done.load(), 0);
+}
+
+TEST(SharedWorkTest, TheLatestOfferCountsAndOnlyItCanBeWithdrawn) {
+  WorkOffer offer;
+  EXPECT_FALSE(offer.take_part());
+  const RefPtr<CountedWork> first(new CountedWork(5), true);
+  const RefPtr<CountedWork> second(new CountedWork(5), true);
+  offer.make(RefPtr<SharedWork>(first.get()));
+  offer.make(RefPtr<SharedWork>(second.get()));
+  EXPECT_TRUE(offer.take_part());
+  EXPECT_EQ(first->done.load(), 0);
+  offer.withdraw(first.get());
+  EXPECT_TRUE(offer.take_part());
+  offer.withdraw(second.get());
+  EXPECT_FALSE(offer.take_part());
+  EXPECT_EQ(second->done.load(), 2);
 }
 
 }  // namespace

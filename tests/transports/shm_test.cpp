@@ -227,6 +227,7 @@ class ShmPair : public ::testing::Test {
     work.local = local;
     work.remote = &remote;
     work.slices = range_of(slices);
+    work.waiters = waiters;
     return work;
   }
 
@@ -256,6 +257,7 @@ class ShmPair : public ::testing::Test {
   std::unique_ptr<Side> b;
   ChannelId channel = 0;
   std::uint64_t last_cookie = 0;
+  WorkOffer* waiters = nullptr;  ///< of every item that is made
 };
 
 std::size_t open_descriptors() {
@@ -312,11 +314,35 @@ struct Way {
   bool foreign;
   int threads;
   std::uint64_t streaming;
+  bool waiter = false;
+};
+
+/// A thread that does nothing but take part in what is offered, as one in Transfer::wait does.
+class Waiter {
+ public:
+  ~Waiter() {
+    ended_.store(true);
+    thread_.join();
+  }
+  WorkOffer* offer() noexcept { return &offer_; }
+
+ private:
+  void run() {
+    while (!ended_.load()) (void)offer_.take_part();
+  }
+
+  WorkOffer offer_;
+  std::atomic<bool> ended_{false};
+  std::thread thread_{[this] { run(); }};
 };
 
 class ShmBytes : public ShmPair, public ::testing::WithParamInterface<Way> {
  protected:
-  ShmBytes() : ShmPair(config()) {}
+  ShmBytes() : ShmPair(config()) {
+    if (!GetParam().waiter) return;
+    waiter = std::make_unique<Waiter>();
+    waiters = waiter->offer();
+  }
   static ShmConfig config() {
     ShmConfig config;
     config.copy_threads = GetParam().threads;
@@ -324,6 +350,8 @@ class ShmBytes : public ShmPair, public ::testing::WithParamInterface<Way> {
     config.chunk_bytes = 64 << 10;
     return config;
   }
+
+  std::unique_ptr<Waiter> waiter;
 };
 
 TEST_P(ShmBytes, RandomSlicesArriveAndNothingElseChanges) {
@@ -566,7 +594,9 @@ TEST_P(ShmBytes, PortsCanBeDestroyedInTheMiddleOfWork) {
 INSTANTIATE_TEST_SUITE_P(Ways, ShmBytes,
                          ::testing::Values(Way{"memfd", false, 0, 0}, Way{"foreign", true, 0, 0},
                                            Way{"memfd_streaming", false, 0, 1}, Way{"memfd_helpers", false, 2, 4 << 20},
-                                           Way{"foreign_helpers", true, 2, 0}),
+                                           Way{"foreign_helpers", true, 2, 0}, Way{"memfd_waiter", false, 0, 0, true},
+                                           Way{"memfd_waiter_streaming", false, 0, 1, true},
+                                           Way{"foreign_waiter", true, 0, 0, true}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 TEST_F(ShmPair, AReadOnlyRegionIsMappedReadOnly) {
@@ -800,6 +830,195 @@ TEST_F(ShmHelpers, AHelperWakesASleepingPoller) {
   }
   pollfd look{a->port().wait_fd(), POLLIN, 0};
   EXPECT_EQ(::poll(&look, 1, 0), 0) << "the bell is quiet again";
+}
+
+// ---------------------------------------------------------------- waiters that copy
+
+/// Where a waiter's copying stops until the test lets it go on, and how it ends then.
+struct Gate {
+  std::atomic<bool> open{false};
+  std::atomic<int> inside{0};
+  int error = 0;
+};
+Gate* gate = nullptr;
+thread_local bool stops_at_gate = false;
+
+template <auto call>
+ssize_t gated_call(pid_t pid, const iovec* here, unsigned long count, const iovec* there, unsigned long there_count,
+                   unsigned long flags) {
+  if (!stops_at_gate) return call(pid, here, count, there, there_count, flags);
+  ++gate->inside;
+  while (!gate->open.load()) std::this_thread::yield();
+  errno = gate->error;
+  return gate->error != 0 ? -1 : call(pid, here, count, there, there_count, flags);
+}
+
+/// A waiter that holds one share of a transfer from foreign memory for as long as the test wants.
+class ShmWaiters : public ShmPair {
+ protected:
+  ShmWaiters() : ShmPair(config(), {.calls = {gated_call<::process_vm_readv>, gated_call<::process_vm_writev>}}) {
+    gate = &gate_;
+    waiters = &offer;
+  }
+  ~ShmWaiters() override {
+    gate_.open.store(true);
+    if (thread.joinable()) thread.join();
+  }
+
+  /// A poll copies one share, so that the waiter finds something left even when it comes late.
+  static ShmConfig config() {
+    ShmConfig config;
+    config.chunk_bytes = 64 << 10;
+    return config;
+  }
+
+  void SetUp() override {
+    ShmPair::SetUp();
+    local = a->make(true, "local", size);
+    target = b->make(true, "kv", size);
+    std::memset(target->data, 0x77, size);
+    remote = seen_by_peer(*target);
+    // The region's answer is awaited by one item without waiters; the next one is shared from its first poll.
+    WorkItem first = item(Op::read, local, remote, one);
+    first.waiters = nullptr;
+    ASSERT_TRUE(carry(first).is_ok());
+  }
+
+  /// Posts a transfer and polls until a waiter is inside one share of it.
+  void begin(Op op = Op::read) {
+    thread = std::thread([this] {
+      stops_at_gate = true;
+      while (!offer.take_part() && !gate_.open.load()) std::this_thread::yield();
+    });
+    work = item(op, local, remote, all);
+    ASSERT_TRUE(post(work));
+    while (gate_.inside.load() == 0 && !ended()) {
+      a->poll();
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    ASSERT_EQ(gate_.inside.load(), 1) << "the waiter took no share";
+  }
+
+  bool ended() const { return a->ended.contains(work.cookie); }
+  void let_go(int error = 0) {
+    gate_.error = error;
+    gate_.open.store(true);
+  }
+
+  static constexpr std::uint64_t size = 64 << 20;
+  const std::array<Slice, 1> one{Slice{0, 0, 16}};
+  const std::array<Slice, 1> all{Slice{0, 0, size}};
+  Gate gate_;
+  WorkOffer offer;
+  std::thread thread;
+  const RegionRecord* local = nullptr;
+  const RegionRecord* target = nullptr;
+  RemoteRegion remote;
+  WorkItem work;
+};
+
+TEST_F(ShmWaiters, AnItemEndsOnlyWhenItsWaiterIsOut) {
+  begin();
+  for (int i = 0; i < 2000; ++i) a->poll();
+  EXPECT_FALSE(ended());
+  EXPECT_EQ(a->port().progress(), Progress::runnable);
+  let_go();
+  ASSERT_TRUE(finish(work.cookie));
+  EXPECT_TRUE(a->ended[work.cookie].is_ok());
+  EXPECT_EQ(std::memcmp(local->data, target->data, size), 0);
+  EXPECT_FALSE(offer.take_part()) << "nothing is offered any more";
+}
+
+TEST_F(ShmWaiters, AWaitersErrorIsTheItems) {
+  begin();
+  let_go(EFAULT);
+  ASSERT_TRUE(finish(work.cookie));
+  EXPECT_FALSE(a->ended[work.cookie].is_ok());
+}
+
+TEST_F(ShmWaiters, ACancelledItemEndsWhenItsWaiterIsOut) {
+  begin(Op::write);
+  a->port().cancel(channel, work.cookie);
+  for (int i = 0; i < 100; ++i) a->poll();
+  EXPECT_FALSE(ended()) << "its memory is still being read";
+  let_go();
+  ASSERT_TRUE(finish(work.cookie));
+  EXPECT_EQ(a->ended[work.cookie], Errc::cancelled);
+  const WorkItem next = item(Op::read, local, remote, one);
+  EXPECT_TRUE(carry(next).is_ok()) << "the channel stays usable";
+}
+
+TEST_F(ShmWaiters, AFencedChannelIsDownWhenItsWaiterIsOut) {
+  begin();
+  a->port().fence(channel, {Errc::cancelled, "fenced"});
+  for (int i = 0; i < 100; ++i) a->poll();
+  EXPECT_FALSE(ended());
+  EXPECT_TRUE(a->events.downs.empty());
+  let_go();
+  ASSERT_TRUE(step_until({a.get()}, [&] { return a->events.downs.contains(channel); }));
+  EXPECT_EQ(a->ended[work.cookie], Errc::channel_error);
+}
+
+TEST_F(ShmWaiters, ARegionIsReleasedWhenTheWaiterIsOut) {
+  begin(Op::write);
+  ASSERT_TRUE(b->regions().retire(target->key).is_ok());
+  for (int i = 0; i < 100; ++i) EXPECT_FALSE(b->port().release_region(target->key, false));
+  let_go();
+  EXPECT_TRUE(step_until({a.get(), b.get()}, [&] { return b->port().release_region(target->key, false); }));
+}
+
+TEST_F(ShmWaiters, APortThatGoesWaitsForItsWaiter) {
+  begin();
+  std::atomic<bool> gone{false};
+  std::thread closing([&] {
+    a->close();
+    gone.store(true);
+  });
+  std::this_thread::sleep_for(milliseconds(20));
+  EXPECT_FALSE(gone.load());
+  let_go();
+  closing.join();
+  EXPECT_FALSE(offer.take_part()) << "what was offered is over, though nobody could take the offer back";
+}
+
+TEST_F(ShmPair, SmallItemsAreNotOffered) {
+  WorkOffer offer;
+  waiters = &offer;
+  const RegionRecord* local = a->make(true, "local", 1 << 20);
+  const RemoteRegion remote = seen_by_peer(*b->allocate("kv", 1 << 20));
+  const std::array<Slice, 1> small{Slice{0, 0, 64 << 10}};
+  const WorkItem work = item(Op::read, local, remote, small);
+  ASSERT_TRUE(post(work));
+  while (!a->ended.contains(work.cookie)) {
+    a->poll();
+    b->poll();
+    EXPECT_FALSE(offer.take_part());
+  }
+}
+
+class ShmAlone : public ShmPair {
+ protected:
+  ShmAlone() : ShmPair(config()) {}
+  static ShmConfig config() {
+    ShmConfig config;
+    config.waiters_copy = false;
+    return config;
+  }
+};
+
+TEST_F(ShmAlone, NothingIsOfferedWhereWaitersMayNotCopy) {
+  WorkOffer offer;
+  waiters = &offer;
+  const RegionRecord* local = a->make(true, "local", 8 << 20);
+  const RemoteRegion remote = seen_by_peer(*b->allocate("kv", 8 << 20));
+  const std::array<Slice, 1> all{Slice{0, 0, 8 << 20}};
+  const WorkItem work = item(Op::read, local, remote, all);
+  ASSERT_TRUE(post(work));
+  while (!a->ended.contains(work.cookie)) {
+    a->poll();
+    b->poll();
+    EXPECT_FALSE(offer.take_part());
+  }
 }
 
 // ---------------------------------------------------------------- where foreign memory can not be reached

@@ -4,11 +4,13 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
 #include <kvferry/runtime/log.hpp>
+#include <kvferry/runtime/shared_work.hpp>
 #include <kvferry/transports/shm/channel.hpp>
 #include <kvferry/transports/shm/copy.hpp>
 
@@ -23,6 +25,8 @@ constexpr std::uint64_t least_cost = 4096;
 /// Smaller transfers and items are copied sooner than a helper wakes up.
 constexpr std::uint64_t helper_transfer_bytes = 1 << 20;
 constexpr std::uint64_t helper_item_bytes = 64 << 10;
+/// Smaller transfers are copied sooner than a waiter has noticed that it could help.
+constexpr std::uint64_t least_shared_bytes = 128 << 10;
 constexpr std::size_t pieces_at_once = 64;
 
 std::uint64_t number_of(RegionKey key) noexcept { return std::uint64_t{key.slot} << 32 | key.generation; }
@@ -33,29 +37,6 @@ Access needed_by(Op op) noexcept { return op == Op::read ? Access::read : Access
 
 std::string name_of(const WorkItem& work) {
   return fmt::format("shm: {} of region '{}'", to_string(work.op), work.remote->name);
-}
-
-/// Cuts the next pieces off the front of `range`, at most `max_count` and `max_bytes`; returns how many bytes.
-template <class Visit>
-std::uint64_t take_pieces(SliceRange& range, std::size_t max_count, std::uint64_t max_bytes, Visit&& visit) {
-  std::uint64_t taken = 0;
-  while (max_count > 0 && taken < max_bytes && range.bytes > 0 && range.count > 0) {
-    const std::uint64_t rest = range.first->length - range.skip;
-    const std::uint64_t piece = std::min({rest, range.bytes, max_bytes - taken});
-    if (piece > 0) {
-      visit(range.first->local_offset + range.skip, range.first->remote_offset + range.skip, piece);
-      --max_count;
-    }
-    taken += piece;
-    range.bytes -= piece;
-    range.skip += piece;
-    if (piece == rest) {
-      ++range.first;
-      --range.count;
-      range.skip = 0;
-    }
-  }
-  return taken;
 }
 
 }  // namespace
@@ -72,6 +53,13 @@ Channel::Channel(ChannelId id, const ChannelSpec& spec, PortParts& parts) : id_(
 }
 
 Channel::~Channel() {
+  for (Item& item : items_) {
+    if (!item.shared) continue;
+    item.shared->stop({Errc::channel_error, "shm: the channel has ended"});
+    // A waiter is inside for one share at most.
+    while (!item.shared->none_inside()) ::sched_yield();
+    (void)item.shared->close();
+  }
   if (page_) page_.close_initiator();
 }
 
@@ -138,6 +126,7 @@ std::size_t Channel::post(std::span<const WorkItem> items) {
     if (item == nullptr) break;
     item->work = work;
     item->checked = false;
+    item->sharing = false;
     item->cancelled.store(false, std::memory_order_relaxed);
     item->streaming = choose_copy(total_of(work), parts_.config.streaming_bytes) == CopyKind::streaming;
     item->result = {};
@@ -157,6 +146,10 @@ void Channel::cancel(std::uint64_t cookie) {
   switch (item.state) {
     case Item::State::ready:
       ready_.remove(&item);
+      if (item.sharing) {
+        await_waiters(item, {Errc::cancelled, "shm: cancelled before it was copied to the end"});
+        return;
+      }
       break;
     case Item::State::parked:
       item.mapping->parked.remove(&item);
@@ -185,7 +178,13 @@ void Channel::fail(const Status& why) {
 }
 
 void Channel::fail_queue(ItemQueue& queue) {
-  while (Item* item = queue.pop()) finish(*item, {Errc::channel_error, std::string(why_.text())});
+  while (Item* item = queue.pop()) {
+    Status why(Errc::channel_error, std::string(why_.text()));
+    if (item->sharing)
+      await_waiters(*item, std::move(why));
+    else
+      finish(*item, std::move(why));
+  }
 }
 
 void Channel::close_up() {
@@ -415,8 +414,10 @@ void Channel::finish(Item& item, Status status) {
 std::uint64_t Channel::run(std::uint64_t budget) {
   Item& item = *ready_.front();
   if (!item.checked && !prepare(item)) return least_cost;
-  std::uint64_t bytes = 0;
-  const Status status = copy_portion(item, budget, bytes);
+  if (item.sharing) return run_shared(item, budget);
+  const std::uint64_t before = item.work.slices.bytes;
+  const Status status = copy_portion(item, item.work.slices, budget);
+  const std::uint64_t bytes = before - item.work.slices.bytes;
   if (status && item.work.slices.bytes > 0) return bytes;
   ready_.pop();
   if (status) {
@@ -426,6 +427,34 @@ std::uint64_t Channel::run(std::uint64_t budget) {
     if (status == Errc::channel_error) fail(status);
   }
   return std::max(bytes, least_cost);
+}
+
+std::uint64_t Channel::run_shared(Item& item, std::uint64_t budget) {
+  std::uint64_t bytes = 0;
+  while (bytes < budget) {
+    const std::uint64_t share = item.shared->copy_share();
+    if (share == 0) break;
+    bytes += share;
+  }
+  if (!item.shared->given_out()) return bytes;
+  ready_.pop();
+  await_waiters(item, {});
+  return std::max(bytes, least_cost);
+}
+
+/// From here on the item ends as soon as no waiter copies for it any more.
+void Channel::await_waiters(Item& item, Status why) {
+  if (!why) item.shared->stop(std::move(why));
+  item.state = Item::State::helper;
+  ++in_helpers_;
+  parts_.shared.push(&item);
+}
+
+bool Channel::end_sharing(Item& item) {
+  if (!item.shared->none_inside()) return false;
+  item.work.waiters->withdraw(item.shared.get());
+  item.result = item.shared->close();
+  return true;
 }
 
 /// Decides what becomes of the foremost item. True: its first portion can be copied here and now;
@@ -456,13 +485,26 @@ bool Channel::prepare(Item& item) {
   }
   item.checked = true;
   ++item.mapping->users;
-  if (parts_.pool == nullptr || total_of(work) < helper_transfer_bytes || work.slices.bytes < helper_item_bytes)
+  if (parts_.pool == nullptr || total_of(work) < helper_transfer_bytes || work.slices.bytes < helper_item_bytes) {
+    if (may_share(work)) share(item);
     return true;
+  }
   ready_.pop();
   item.state = Item::State::helper;
   ++in_helpers_;
   parts_.pool->submit(&item);
   return false;
+}
+
+bool Channel::may_share(const WorkItem& work) const {
+  return parts_.config.waiters_copy && work.waiters != nullptr && work.slices.bytes >= least_shared_bytes;
+}
+
+void Channel::share(Item& item) {
+  if (!item.shared) item.shared = RefPtr<SharedCopy>(new SharedCopy, true);
+  item.shared->open(item);
+  item.sharing = true;
+  item.work.waiters->make(RefPtr<SharedWork>(item.shared.get()));
 }
 
 /// What can be said without knowing how the region is reached.
@@ -550,13 +592,18 @@ Status Channel::copy_whole(Item& item) const {
   while (item.work.slices.bytes > 0) {
     if (stop_.load()) return {Errc::channel_error, "shm: the channel has ended"};
     if (item.cancelled.load()) return {Errc::cancelled, "shm: cancelled before it was copied to the end"};
-    std::uint64_t bytes = 0;
-    if (Status status = copy_portion(item, parts_.config.chunk_bytes, bytes); !status) return status;
+    if (Status status = copy_portion(item, item.work.slices, parts_.config.chunk_bytes); !status) return status;
   }
   return {};
 }
 
-Status Channel::copy_portion(Item& item, std::uint64_t budget, std::uint64_t& bytes) const {
+Status Channel::copy_share(const Item& item, SliceRange share) const {
+  while (share.bytes > 0)
+    if (Status status = copy_portion(item, share, share.bytes); !status) return status;
+  return {};
+}
+
+Status Channel::copy_portion(const Item& item, SliceRange& left, std::uint64_t budget) const {
   const BusyMark mark(page_, item.mapping->key);
   switch (mark.answer()) {
     case BusyMark::Answer::closed:
@@ -566,42 +613,37 @@ Status Channel::copy_portion(Item& item, std::uint64_t budget, std::uint64_t& by
     case BusyMark::Answer::granted:
       break;
   }
-  const std::uint64_t before = item.work.slices.bytes;
-  Status status;
-  if (item.mapping->foreign)
-    status = copy_foreign(item, budget);
-  else
-    copy_mapped(item, budget);
-  bytes = before - item.work.slices.bytes;
-  return status;
+  if (item.mapping->foreign) return copy_foreign(item, left, budget);
+  copy_mapped(item, left, budget);
+  return {};
 }
 
-void Channel::copy_mapped(Item& item, std::uint64_t budget) const {
+void Channel::copy_mapped(const Item& item, SliceRange& left, std::uint64_t budget) const {
   const WorkItem& work = item.work;
   const CopyKind kind = item.streaming ? CopyKind::streaming : CopyKind::cached;
-  while (budget > 0 && work.slices.bytes > 0) {
+  while (budget > 0 && left.bytes > 0) {
     std::array<CopyPiece, pieces_at_once> pieces;
     std::size_t count = 0;
-    budget -= take_pieces(
-        item.work.slices, pieces.size(), budget, [&](std::uint64_t local, std::uint64_t remote, std::uint64_t length) {
-          std::byte* here = work.local->data + local;
-          std::byte* there = item.mapping->base + remote;
-          pieces[count++] = work.op == Op::read ? CopyPiece{here, there, length} : CopyPiece{there, here, length};
-        });
+    const SliceRange front = take_front(left, pieces.size(), budget);
+    front.for_each([&](std::uint64_t local, std::uint64_t remote, std::uint64_t length) {
+      std::byte* here = work.local->data + local;
+      std::byte* there = item.mapping->base + remote;
+      pieces[count++] = work.op == Op::read ? CopyPiece{here, there, length} : CopyPiece{there, here, length};
+    });
     shm_copy({pieces.data(), count}, kind);
+    budget -= front.bytes;
   }
 }
 
-Status Channel::copy_foreign(Item& item, std::uint64_t budget) const {
+Status Channel::copy_foreign(const Item& item, SliceRange& left, std::uint64_t budget) const {
   const WorkItem& work = item.work;
   std::array<iovec, max_call_pieces> here;
   std::array<iovec, max_call_pieces> there;
   std::size_t count = 0;
-  take_pieces(item.work.slices, here.size(), budget,
-              [&](std::uint64_t local, std::uint64_t remote, std::uint64_t length) {
-                here[count] = {work.local->data + local, length};
-                there[count++] = {reinterpret_cast<void*>(item.mapping->address + remote), length};
-              });
+  take_front(left, here.size(), budget).for_each([&](std::uint64_t local, std::uint64_t remote, std::uint64_t length) {
+    here[count] = {work.local->data + local, length};
+    there[count++] = {reinterpret_cast<void*>(item.mapping->address + remote), length};
+  });
   return peer_.copy(work.op == Op::read, {here.data(), count}, {there.data(), count});
 }
 

@@ -72,8 +72,14 @@ class Channel {
   bool connecting() const noexcept { return state_ == State::connecting || state_ == State::greeting; }
   TimePoint next_wakeup(TimePoint now) const;
 
+  /// Takes the offer of an item in PortParts::shared back; then on_helper_done() may have it. False: a waiter
+  /// still copies for it.
+  static bool end_sharing(Item& item);
+
   /// Helper thread: copies all that is left of an item that is in State::helper.
   Status copy_whole(Item& item) const;
+  /// Any thread, through SharedCopy: copies a part of an item that is being shared.
+  Status copy_share(const Item& item, SliceRange share) const;
 
  private:
   enum class State : std::uint8_t { connecting, greeting, up, ending, ended };
@@ -105,9 +111,13 @@ class Channel {
   void make_ready(Item* item);
   void finish(Item& item, Status status);
   void fail_queue(ItemQueue& queue);
-  Status copy_portion(Item& item, std::uint64_t budget, std::uint64_t& bytes) const;
-  Status copy_foreign(Item& item, std::uint64_t budget) const;
-  void copy_mapped(Item& item, std::uint64_t budget) const;
+  bool may_share(const WorkItem& work) const;
+  void share(Item& item);
+  std::uint64_t run_shared(Item& item, std::uint64_t budget);
+  void await_waiters(Item& item, Status why);
+  Status copy_portion(const Item& item, SliceRange& left, std::uint64_t budget) const;
+  Status copy_foreign(const Item& item, SliceRange& left, std::uint64_t budget) const;
+  void copy_mapped(const Item& item, SliceRange& left, std::uint64_t budget) const;
   void close_up();
 
   const ChannelId id_;

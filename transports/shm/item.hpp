@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include <kvferry/transports/shm/shared_copy.hpp>
 #include <kvferry/transports/transport.hpp>
 
 namespace kvferry::shm {
@@ -16,7 +17,7 @@ struct Item {
     unused,
     ready,    ///< waits for its next portion
     parked,   ///< waits for the target to give the region
-    helper,   ///< a helper thread copies it
+    helper,   ///< a helper thread or waiters copy it
     sending,  ///< its packet waits for room in the socket
     sent      ///< waits for the target's ack
   };
@@ -29,6 +30,8 @@ struct Item {
   State state = State::unused;
   bool checked = false;
   bool streaming = false;
+  bool sharing = false;         ///< its bytes are given out by `shared`, no longer by `work`
+  RefPtr<SharedCopy> shared{};  ///< kept for the next item that uses this place
   std::atomic<bool> cancelled{false};
   Status result;  ///< a helper's outcome
 };

@@ -87,6 +87,7 @@ void ShmPort::fence(ChannelId channel, const Status& why) {
 std::size_t ShmPort::poll(std::span<Completion> completions) {
   if (parts_.pool != nullptr) collect_from_helpers();
   const std::uint64_t copied = run_channels();
+  if (!parts_.shared.empty()) collect_from_waiters();
   until_look_ -= 1 + static_cast<std::int64_t>(copied / bytes_per_poll_count);
   if (until_look_ <= 0 || about_to_sleep_) look_at_sockets();
   if (parts_.channel_ended) report_ended_channels();
@@ -114,6 +115,15 @@ std::uint64_t ShmPort::run_channels() {
 
 void ShmPort::collect_from_helpers() {
   for (ItemQueue done = parts_.pool->collect(); Item* item = done.pop();) item->channel->on_helper_done(item);
+}
+
+void ShmPort::collect_from_waiters() {
+  for (ItemQueue ended = std::exchange(parts_.shared, ItemQueue()); Item* item = ended.pop();) {
+    if (Channel::end_sharing(*item))
+      item->channel->on_helper_done(item);
+    else
+      parts_.shared.push(item);
+  }
 }
 
 void ShmPort::look_at_sockets() {
@@ -167,7 +177,8 @@ void ShmPort::report_ended_channels() {
 }
 
 Progress ShmPort::progress() const {
-  if (!parts_.active.empty() || !parts_.finished.empty() || parts_.channel_ended) return Progress::runnable;
+  if (!parts_.active.empty() || !parts_.shared.empty() || !parts_.finished.empty() || parts_.channel_ended)
+    return Progress::runnable;
   return parts_.outstanding > 0 || connecting_ > 0 || server_->stalled() ? Progress::waiting : Progress::idle;
 }
 

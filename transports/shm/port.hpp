@@ -39,6 +39,7 @@ class ShmPort final : public Port {
   Channel* find(ChannelId id);
   std::uint64_t run_channels();
   void collect_from_helpers();
+  void collect_from_waiters();
   void look_at_sockets();
   void report_ended_channels();
 

@@ -26,6 +26,7 @@ struct PortParts {
   EpollSet epoll;
   std::unique_ptr<CopyPool> pool;  ///< only with ShmConfig::copy_threads
   std::vector<Channel*> active;    ///< channels with items to copy now
+  ItemQueue shared;                ///< copied with waiters, some of whom may still be inside
   CompletionList finished;         ///< not reported yet
   std::size_t outstanding = 0;     ///< items taken and not finished
   bool channel_ended = false;      ///< some channel waits to be reported as down
