@@ -690,7 +690,7 @@ void Engine::Impl::launch(RefPtr<TransferState> state, PeerRecord& peer) {
       return;
     }
   }
-  if (dynamic_cast<SplitOwner*>(state->owner().get())) {
+  if (config_.pollers > 1 && dynamic_cast<SplitOwner*>(state->owner().get())) {
     if (auto record = peers_.find_slot(peer.slot))
       caf::anon_send(scheduler_, SplitTransfer{std::move(state), std::move(record)});
     else

@@ -595,9 +595,9 @@ void PollerCore::begin_end(Job& job, Status status, Duration grace) {
 }
 
 void PollerCore::finish(Job& job, Status status) {
-  const RefPtr<TransferState> transfer = job.transfer;
+  const TransferState* transfer = job.transfer.get();
   const auto latency = std::chrono::duration_cast<std::chrono::nanoseconds>(now_ - transfer->submitted_at).count();
-  if (job.transfer->op() == Op::recv && std::erase(job.lane->receives, &job) > 0) --receives_;
+  if (transfer->op() == Op::recv && std::erase(job.lane->receives, &job) > 0) --receives_;
   if (transfer->backlog > 0 && job.lane->record)
     job.lane->record->backlog[parts_.group].fetch_sub(transfer->backlog, std::memory_order_relaxed);
   MetricCounters& metrics = *parts_.metrics;
@@ -609,8 +609,7 @@ void PollerCore::finish(Job& job, Status status) {
   } else {
     metrics.transfers_failed.fetch_add(1, std::memory_order_relaxed);
   }
-  free_job(job);
-  transfer->complete(std::move(status));
+  TransferState::complete(free_job(job), std::move(status));
 }
 
 void PollerCore::orphan(Job& job, const Status& why) {
@@ -631,7 +630,7 @@ void PollerCore::orphan(Job& job, const Status& why) {
     const Status final = named == Errc::channel_error ? Status(Errc::no_path, std::string(named.text())) : named;
     return begin_end(job, final, parts_.config->drain_grace);
   }
-  RefPtr<TransferState> transfer = job.transfer;
+  const TransferState* transfer = job.transfer.get();
   dequeue(job);
   while (!job.waiting.empty()) {
     Chunk* chunk = job.waiting.head;
@@ -640,8 +639,7 @@ void PollerCore::orphan(Job& job, const Status& why) {
   }
   if (transfer->backlog > 0 && job.lane->record)
     job.lane->record->backlog[parts_.group].fetch_sub(transfer->backlog, std::memory_order_relaxed);
-  free_job(job);
-  parts_.events->orphaned(std::move(transfer), named);
+  parts_.events->orphaned(free_job(job), named);
 }
 
 // ---------------------------------------------------------------- rails
@@ -867,17 +865,19 @@ PollerCore::Job* PollerCore::new_job(RefPtr<TransferState> transfer, Lane& lane)
   return job;
 }
 
-void PollerCore::free_job(Job& job) {
+RefPtr<TransferState> PollerCore::free_job(Job& job) {
   dequeue(job);
   --job.lane->jobs;
   if (!job.lane->closed.is_ok()) closing_lanes_ = true;
   (job.previous ? job.previous->next : active_) = job.next;
   if (job.next) job.next->previous = job.previous;
   --active_count_;
-  job.transfer->owner_data = nullptr;
-  job.transfer->carrier.store(nullptr, std::memory_order_relaxed);
+  RefPtr<TransferState> transfer = std::move(job.transfer);
+  transfer->owner_data = nullptr;
+  transfer->carrier.store(nullptr, std::memory_order_relaxed);
   job = Job{};
   free_jobs_.push_back(&job);
+  return transfer;
 }
 
 PollerCore::Chunk* PollerCore::new_chunk(Job& job) {

@@ -250,7 +250,7 @@ class PollerCore {
 
   // ---- bookkeeping
   Job* new_job(RefPtr<TransferState> transfer, Lane& lane);
-  void free_job(Job& job);
+  RefPtr<TransferState> free_job(Job& job);
   Chunk* new_chunk(Job& job);
   void free_chunk(Chunk& chunk);
   void enqueue(Job& job);

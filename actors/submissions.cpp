@@ -23,7 +23,8 @@ Submissions::~Submissions() {
 
 bool Submissions::push(RefPtr<TransferState> transfer) {
   TransferState* raw = transfer.get();
-  TransferState* head = head_.load(std::memory_order_relaxed);
+  // Mostly it is empty. To look first would fetch the line twice: to read it and then to write it.
+  TransferState* head = nullptr;
   do {
     if (head == closed_mark()) return false;
     raw->next = head;
@@ -54,9 +55,8 @@ void Submissions::ring() noexcept {
 }
 
 TransferState* Submissions::take() noexcept {
-  TransferState* newest = head_.load(std::memory_order_relaxed);
-  if (newest == nullptr || newest == closed_mark()) return nullptr;
-  return reversed(head_.exchange(nullptr, std::memory_order_acquire));
+  // As in push(): an exchange alone fetches the line once.
+  return closed_ ? nullptr : reversed(head_.exchange(nullptr, std::memory_order_acquire));
 }
 
 std::vector<RefPtr<TransferState>> Submissions::take_cancelled() {
@@ -78,13 +78,14 @@ void Submissions::end_sleep() noexcept {
 }
 
 TransferState* Submissions::close() noexcept {
-  TransferState* newest = head_.exchange(closed_mark(), std::memory_order_seq_cst);
-  return newest == closed_mark() ? nullptr : reversed(newest);
+  if (std::exchange(closed_, true)) return nullptr;
+  return reversed(head_.exchange(closed_mark(), std::memory_order_seq_cst));
 }
 
 TransferState* Submissions::reversed(TransferState* newest) noexcept {
   TransferState* oldest = nullptr;
   while (newest) {
+    newest->prefetch();
     TransferState* older = newest->next;
     newest->next = oldest;
     oldest = newest;

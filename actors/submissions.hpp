@@ -44,9 +44,11 @@ class Submissions final : public TransferOwner {
  private:
   static TransferState* reversed(TransferState* newest) noexcept;
 
-  std::atomic<TransferState*> head_{nullptr};
-  std::atomic<bool> asleep_{false};
+  // Its line goes back and forth with every transfer; what is beside it would go along.
+  alignas(64) std::atomic<TransferState*> head_{nullptr};
+  alignas(64) std::atomic<bool> asleep_{false};
   std::atomic<bool> has_cancelled_{false};
+  bool closed_ = false;  ///< the poller's own
   int wake_fd_ = -1;
   std::mutex cancelled_mutex_;
   std::vector<RefPtr<TransferState>> cancelled_;

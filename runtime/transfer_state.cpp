@@ -3,6 +3,7 @@
 #include <cstring>
 #include <ctime>
 #include <limits>
+#include <memory>
 #include <new>
 #include <utility>
 
@@ -48,8 +49,11 @@ static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t), "the 
 static_assert(sizeof(TransferState) % alignof(Slice) == 0, "the slices follow the state without a gap");
 
 RefPtr<TransferState> TransferState::create(Request request) {
-  void* block = ::operator new(sizeof(TransferState) + request.slices.size_bytes() + request.message.size());
-  auto* state = new (block) TransferState;
+  // Not by aligned new: the C library's caches of freed blocks serve the plain one only.
+  std::size_t room = sizeof(TransferState) + request.slices.size_bytes() + request.message.size() + line_bytes;
+  void* block = ::operator new(room);
+  void* place = block;
+  auto* state = new (std::align(line_bytes, room - line_bytes, place, room)) TransferState(block);
   auto* slices = reinterpret_cast<Slice*>(state + 1);
   state->op_ = request.op;
   state->priority_ = request.priority;
@@ -71,31 +75,36 @@ RefPtr<TransferState> TransferState::create(Request request) {
 
 void TransferState::unref() noexcept {
   if (refs_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  void* block = block_;
   this->~TransferState();
-  ::operator delete(static_cast<void*>(this));
+  ::operator delete(block);
 }
 
 std::span<const std::byte> TransferState::message() const noexcept {
   return {reinterpret_cast<const std::byte*>(slices_ + slice_count_), message_size_};
 }
 
-void TransferState::complete(Status status) {
-  // A waiter may let go of the last handle as soon as it sees done_word.
-  const RefPtr<TransferState> self(this);
-  const auto local = std::move(local_);
-  const auto remote = std::move(remote_);
+void TransferState::complete(RefPtr<TransferState> transfer, Status status) {
+  TransferState& state = *transfer;
+  state.status_ = std::move(status);
+  std::uint32_t before = watched_word;
+  if (state.word_.compare_exchange_strong(before, left_word, std::memory_order_acq_rel)) {
+    // From here on the block is the watcher's, and with it this reference.
+    static_cast<void>(transfer.release());
+    return;
+  }
+  const auto local = std::move(state.local_);
+  const auto remote = std::move(state.remote_);
   std::shared_ptr<TransferOwner> owner;
   std::vector<Callback> callbacks;
-  status_ = std::move(status);
-  std::uint32_t before = 0;
   {
-    const std::lock_guard lock(callbacks_mutex_);
-    owner = std::move(owner_);
-    callbacks.swap(callbacks_);
-    before = word_.exchange(done_word, std::memory_order_acq_rel);
+    const std::lock_guard lock(state.callbacks_mutex_);
+    owner = std::move(state.owner_);
+    callbacks.swap(state.callbacks_);
+    before = state.word_.exchange(done_word, std::memory_order_acq_rel);
   }
-  if (before == waited_word) futex_wake_all(word_);
-  for (Callback& callback : callbacks) run(std::move(callback), owner.get());
+  if (before == waited_word) futex_wake_all(state.word_);
+  for (Callback& callback : callbacks) state.run(std::move(callback), owner.get());
 }
 
 void TransferState::run(Callback callback, TransferOwner* owner) {
@@ -107,26 +116,50 @@ void TransferState::run(Callback callback, TransferOwner* owner) {
       [self = RefPtr<TransferState>(this), function = std::move(callback.function)] { function(self->status_); });
 }
 
-bool TransferState::wait_until(TimePoint until, Duration spin) const {
+bool TransferState::wait_until(TimePoint until, Duration spin) {
   if (done()) return true;
+  std::uint32_t seen = running_word;
+  const bool watching = word_.compare_exchange_strong(seen, watched_word, std::memory_order_acq_rel);
+  look_on(until, spin);
+  if (watching) stop_watching();
+  while (Clock::now() < until) {
+    seen = word_.load(std::memory_order_acquire);
+    if (seen >= done_word) return true;
+    if (seen == waited_word || word_.compare_exchange_strong(seen, waited_word, std::memory_order_acq_rel))
+      futex_wait(word_, waited_word, until);
+  }
+  return done();
+}
+
+/// Spins, taking part in offered work, until done or for as long as `spin` without any.
+void TransferState::look_on(TimePoint until, Duration spin) {
   TimePoint start = Clock::now();
   for (TimePoint now = start; now < until && now - start < spin; now = Clock::now()) {
     // Past the first moments another thread may need this core more, perhaps the one waited for.
     if (wait_yields_ && now - start >= pure_spin) ::sched_yield();
     for (int i = 0; i < 16; ++i) {
-      if (done()) return true;
+      if (done()) return;
       SpinLock::pause_core();
     }
     // Where there was something to do, more is likely to come.
     if (work_offer_.take_part()) start = Clock::now();
   }
-  while (Clock::now() < until) {
-    std::uint32_t seen = running_word;
-    word_.compare_exchange_strong(seen, waited_word, std::memory_order_acq_rel, std::memory_order_acquire);
-    if (seen == done_word) return true;
-    futex_wait(word_, waited_word, until);
-  }
-  return done();
+}
+
+void TransferState::stop_watching() {
+  std::uint32_t seen = word_.load(std::memory_order_acquire);
+  if (seen == watched_word && word_.compare_exchange_strong(seen, running_word, std::memory_order_acq_rel)) return;
+  if (seen == left_word) let_go();
+}
+
+/// What the carrier left to the watcher.
+void TransferState::let_go() {
+  const RefPtr<TransferState> carriers(this, true);
+  const auto local = std::move(local_);
+  const auto remote = std::move(remote_);
+  std::shared_ptr<TransferOwner> owner;
+  const std::lock_guard lock(callbacks_mutex_);
+  owner = std::move(owner_);
 }
 
 void TransferState::on_complete(std::function<void(const Status&)> callback, Dispatch where) {
@@ -134,12 +167,20 @@ void TransferState::on_complete(std::function<void(const Status&)> callback, Dis
   const RefPtr<TransferState> self(this);
   {
     const std::lock_guard lock(callbacks_mutex_);
-    if (!done()) {
+    if (announce_callbacks()) {
       callbacks_.push_back({std::move(callback), where});
       return;
     }
   }
   callback(status_);
+}
+
+/// Makes complete() look for callbacks. False: it is too late for that.
+bool TransferState::announce_callbacks() {
+  std::uint32_t seen = word_.load(std::memory_order_acquire);
+  while (seen == running_word || seen == watched_word)
+    if (word_.compare_exchange_weak(seen, called_word, std::memory_order_acq_rel)) return true;
+  return seen < done_word;
 }
 
 void TransferState::cancel() {

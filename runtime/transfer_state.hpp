@@ -10,6 +10,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <kvferry/runtime/ref_counted.hpp>
@@ -33,7 +34,8 @@ class TransferOwner {
 
 /// One transfer: what to do, how far it is, how it ended. Allocated as one block:
 ///
-///     [TransferState][merged slices ...][message bytes ...][unused: room for slices that merged away]
+///     [up to the next cache line][TransferState][merged slices ...][message bytes ...][unused: room for slices that
+///     merged away]
 ///
 /// The block is sized before the merge, so that one pass over the slices is enough; in a large block
 /// the pages of the unused end are never touched and so cost nothing. Fields without a comment on threads are written
@@ -84,16 +86,26 @@ class TransferState {
   /// Where a transport offers waiters a part of the work.
   WorkOffer& work_offer() noexcept { return work_offer_; }
 
+  /// Fetches the block's lines all at once, where looking at them would fetch one after the other.
+  void prefetch() const noexcept {
+    const auto* block = reinterpret_cast<const std::byte*>(this);
+    for (std::size_t line = 0; line <= sizeof(TransferState); line += line_bytes) __builtin_prefetch(block + line);
+  }
+
   // ---- the end
-  bool done() const noexcept { return word_.load(std::memory_order_acquire) == done_word; }
+  bool done() const noexcept { return word_.load(std::memory_order_acquire) >= done_word; }
   /// Only once done().
   const Status& status() const noexcept { return status_; }
   /// Ends the transfer, wakes its waiters and runs or offloads its callbacks. Exactly once, by the
   /// thread that carries the transfer out. Lets go of the regions and the owner: a handle that is
   /// kept for long keeps neither alive.
-  void complete(Status status);
+  void complete(Status status) { complete(RefPtr<TransferState>(this), std::move(status)); }
+  /// The same for a carrier that gives its reference up. A waiter that is looking on at that moment then lets go
+  /// of regions, owner and reference: its core counted them, so the counters' lines need not cross to the
+  /// carrier's core and back, which may take as long as all the rest of a small transfer.
+  static void complete(RefPtr<TransferState> transfer, Status status);
   /// Spins for up to `spin`, taking part in offered work, then sleeps until done or `until`. True when done.
-  bool wait_until(TimePoint until, Duration spin) const;
+  bool wait_until(TimePoint until, Duration spin);
   /// Once the transfer has ended the callback runs at once on the calling thread, whatever `where`.
   void on_complete(std::function<void(const Status&)> callback, Dispatch where);
   /// Notes the wish and tells the owner. Any thread.
@@ -103,7 +115,7 @@ class TransferState {
   bool cancel_requested() const noexcept { return cancel_requested_.load(std::memory_order_acquire); }
 
   /// Link for the submission queue: belongs to whoever holds the transfer in a queue.
-  TransferState* next = nullptr;
+  alignas(64) TransferState* next = nullptr;
   /// The poller that carries the transfer out at the moment: it alone may follow owner_data.
   std::atomic<const void*> carrier{nullptr};
   /// The carrier's own bookkeeping.
@@ -120,31 +132,44 @@ class TransferState {
     std::function<void(const Status&)> function;
     Dispatch where;
   };
+  static constexpr std::size_t line_bytes = 64;  ///< of the caches: what different cores write lies apart
+  // The words of a transfer that runs, ...
   static constexpr std::uint32_t running_word = 0;
-  static constexpr std::uint32_t waited_word = 1;  ///< running, and somebody sleeps on the word
-  static constexpr std::uint32_t done_word = 2;
+  static constexpr std::uint32_t waited_word = 1;   ///< somebody sleeps on the word
+  static constexpr std::uint32_t called_word = 2;   ///< callbacks are to be run
+  static constexpr std::uint32_t watched_word = 3;  ///< neither, and one thread looks on
+  // ... and of one that has ended.
+  static constexpr std::uint32_t done_word = 4;
+  static constexpr std::uint32_t left_word = 5;  ///< the watcher lets go of regions, owner and one reference
 
-  TransferState() = default;
+  explicit TransferState(void* block) noexcept : block_(block) {}
   ~TransferState() = default;
   void run(Callback callback, TransferOwner* owner);
+  bool announce_callbacks();
+  void look_on(TimePoint until, Duration spin);
+  void stop_watching();
+  void let_go();
 
-  std::atomic<std::uint32_t> refs_{1};
-  mutable std::atomic<std::uint32_t> word_{running_word};
+  // A line that is looked at in a loop by waiters; what the carrier writes there goes out with the end.
+  alignas(line_bytes) std::atomic<std::uint32_t> word_{running_word};
+  WorkOffer work_offer_;
+  Status status_;
+  // Lines that the caller fills and the carrier reads.
+  alignas(line_bytes) std::atomic<std::uint32_t> refs_{1};
   Op op_ = Op::read;
   Priority priority_ = Priority::normal;
+  bool wait_yields_ = true;
+  std::atomic<bool> cancel_requested_{false};
+  void* block_;  ///< what was allocated
   std::uint32_t immediate_ = 0;
   std::uint32_t message_size_ = 0;
-  TimePoint deadline_{};
-  Duration wait_spin_{};
-  bool wait_yields_ = true;
   std::shared_ptr<const RegionRecord> local_;
   std::shared_ptr<const RemoteRegion> remote_;
   const Slice* slices_ = nullptr;
   std::size_t slice_count_ = 0;
+  TimePoint deadline_{};
+  Duration wait_spin_{};
   std::atomic<std::uint64_t> bytes_{0};
-  std::atomic<bool> cancel_requested_{false};
-  Status status_;
-  mutable WorkOffer work_offer_;
   std::mutex callbacks_mutex_;            ///< guards the two below and the step to done_word
   std::shared_ptr<TransferOwner> owner_;  ///< empty once done
   std::vector<Callback> callbacks_;

@@ -373,6 +373,58 @@ TEST(Transfer, CoroutineRacesWithTheEnd) {
   }
 }
 
+// ---------------------------------------------------------------- what a watching waiter takes over
+
+TEST(WatcherTest, ManyTransfersEndUnderTheirWatchersAndLetGo) {
+  const auto owner = std::make_shared<FakeOwner>();
+  const auto local = std::make_shared<const RegionRecord>();
+  const auto remote = std::make_shared<const RemoteRegion>();
+  for (int i = 0; i < 2000; ++i) {
+    TransferState::Request request;
+    request.owner = owner;
+    request.local = local;
+    request.remote = remote;
+    auto state = TransferState::create(std::move(request));
+    std::thread carrier([reference = state]() mutable { TransferState::complete(std::move(reference), {}); });
+    // Sometimes the watch is over before the end, sometimes it sees it, sometimes it comes late.
+    if (i % 3 == 0) state->wait_until(Clock::now() + 1us, 1us);
+    ASSERT_TRUE(state->wait_until(Clock::now() + 10s, i % 2 == 0 ? Duration(1s) : Duration(10us)));
+    EXPECT_TRUE(state->status().is_ok());
+    carrier.join();
+    ASSERT_EQ(local.use_count(), 1) << "a kept handle keeps the region";
+    ASSERT_EQ(remote.use_count(), 1);
+    ASSERT_EQ(owner.use_count(), 1);
+  }
+}
+
+TEST(WatcherTest, CallbacksRunThoughAWaiterWatches) {
+  for (int i = 0; i < 500; ++i) {
+    auto state = TransferState::create({});
+    std::atomic<int> calls{0};
+    std::thread caller([&] { state->on_complete([&](const Status&) { ++calls; }, Dispatch::in_place); });
+    std::thread carrier([reference = state]() mutable { TransferState::complete(std::move(reference), {}); });
+    ASSERT_TRUE(state->wait_until(Clock::now() + 10s, 1s));
+    caller.join();
+    carrier.join();
+    ASSERT_EQ(calls.load(), 1);
+  }
+}
+
+TEST(WatcherTest, SeveralWaitersAllSeeTheEnd) {
+  for (int i = 0; i < 200; ++i) {
+    auto state = TransferState::create({});
+    std::vector<std::thread> waiters;
+    std::atomic<int> seen{0};
+    for (int w = 0; w < 3; ++w)
+      waiters.emplace_back([&, w] {
+        if (state->wait_until(Clock::now() + 10s, w == 0 ? Duration(1s) : Duration::zero())) ++seen;
+      });
+    TransferState::complete(RefPtr<TransferState>(state), {});
+    for (std::thread& waiter : waiters) waiter.join();
+    ASSERT_EQ(seen.load(), 3);
+  }
+}
+
 // ---------------------------------------------------------------- waiters that take part
 
 class CountedWork final : public SharedWork {
