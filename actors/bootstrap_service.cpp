@@ -65,7 +65,8 @@ ControlBody BootstrapService::reply(const HelloMessage& hello, TimePoint now) {
   welcome.data_host = parts_.identity.data_host;
   welcome.token = parts_.peers->open_session(peer, now);
   welcome.ports = ports_;
-  for (const auto& record : parts_.regions->all()) welcome.regions.push_back(describe(*record));
+  for (const auto& record : parts_.regions->all())
+    if (!record->lease) welcome.regions.push_back(describe(*record));
   log(LogLevel::info, fmt::format("engine '{}' connected", hello.name));
   return welcome;
 }
@@ -79,6 +80,11 @@ ControlBody BootstrapService::reply(const FindRegionMessage& find, TimePoint now
     return refuse(Errc::access_denied, "only a connected engine may ask for regions");
   const auto record = parts_.regions->find_name(find.name);
   if (!record) return RegionMessage{};
+  if (record->lease) {
+    const auto peer = parts_.peers->find_life(find.incarnation);
+    if (Status status = record->lease->check(peer ? peer->slot : 0, now); !status)
+      return RefusedMessage{protocol_version, static_cast<std::uint32_t>(status.code()), std::string(status.text())};
+  }
   return RegionMessage{true, describe(*record)};
 }
 
@@ -110,6 +116,7 @@ RemoteRegion BootstrapService::describe(const RegionRecord& record) const {
   region.kind = record.kind;
   region.access = record.access;
   region.descriptors = parts_.descriptors(record.key);
+  if (record.lease) describe_lease(record.lease->ranges, region);
   return region;
 }
 

@@ -12,6 +12,7 @@
 #include <caf/actor.hpp>
 #include <caf/actor_system.hpp>
 #include <caf/actor_system_config.hpp>
+#include <caf/after.hpp>
 #include <caf/blocking_actor.hpp>
 #include <caf/event_based_actor.hpp>
 #include <caf/others.hpp>
@@ -180,6 +181,13 @@ struct CallbackTask {
 };
 struct StopCallbacks {};
 
+// ---- to the lease actor
+struct WatchLease {
+  RegionKey lease;
+  TimePoint end;
+};
+struct StopLeases {};
+
 }  // namespace kvferry
 
 // All of these stay inside one process and are never serialized.
@@ -217,3 +225,5 @@ CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::HangUp)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::StopBootstrap)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::CallbackTask)
 CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::StopCallbacks)
+CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::WatchLease)
+CAF_ALLOW_UNSAFE_MESSAGE_TYPE(kvferry::StopLeases)

@@ -364,8 +364,15 @@ void EndpointActor::on_region(std::uint64_t question, const RegionMessage& messa
   if (!message.found || message.region.name != region)
     return on_region_refused(question, {Errc::unknown_region, fmt::format("{} has no region '{}'", who(), region)});
   questions_.erase(open);
-  current_->set_region(message.region);
-  const auto remote = current_->find_region(region);
+  RemoteRegion described = message.region;
+  if (Status status = take_lease(described); !status) {
+    for (Parked& parked : take_parked([&](const Parked& one) { return one.region == region; }))
+      refuse(parked, status.with_context(fmt::format("region '{}' of {}", region, who())));
+    return;
+  }
+  const auto remote = std::make_shared<const RemoteRegion>(std::move(described));
+  // Leases come and go: remembering each would take memory without end.
+  if (!remote->lease) current_->set_region(*remote);
   for (Parked& parked : take_parked([&](const Parked& one) { return one.region == region; })) resolve(parked, remote);
 }
 

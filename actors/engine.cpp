@@ -17,6 +17,7 @@
 #include <kvferry/actors/callbacks.hpp>
 #include <kvferry/actors/endpoint.hpp>
 #include <kvferry/actors/engine.hpp>
+#include <kvferry/actors/leases.hpp>
 #include <kvferry/actors/poller.hpp>
 #include <kvferry/actors/scheduler.hpp>
 #include <kvferry/actors/split_transfer.hpp>
@@ -103,12 +104,16 @@ Status check_slices(std::span<const Slice> slices, const RegionRecord& local, co
   if (!allows(remote.access, need))
     return {Errc::access_denied, fmt::format("region '{}' of the peer does not allow {}", remote.name,
                                              op == Op::read ? "reading" : "writing")};
+  std::size_t hint = 0;
   for (std::size_t i = 0; i < slices.size(); ++i) {
     const Slice& slice = slices[i];
     if (!fits(slice.local_offset, slice.length, local.size))
       return {Errc::out_of_bounds,
               fmt::format("slice {}: offset {} + length {} leaves the local region '{}' of {} bytes", i,
                           slice.local_offset, slice.length, local.name, local.size)};
+    if (remote.lease && !remote.lease->covers(slice.remote_offset, slice.length, hint))
+      return {Errc::access_denied, fmt::format("slice {}: remote offset {} + length {} leaves what is leased", i,
+                                               slice.remote_offset, slice.length)};
     if (!fits(slice.remote_offset, slice.length, remote.size))
       return {Errc::out_of_bounds,
               fmt::format("slice {}: offset {} + length {} leaves the peer's region '{}' of {} bytes", i,
@@ -187,6 +192,9 @@ class Engine::Impl {
 
   Result<Region> register_memory(std::unique_ptr<RegionRecord> record);
   Status unregister_region(const Region& region);
+  Result<Lease> lease(const Peer& peer, const Region& region, std::span<const ByteRange> ranges,
+                      const LeaseOptions& options);
+  Status revoke(const Lease& lease);
 
   Result<Peer> connect(const std::string& address);
   Result<Peer> accept(const std::string& name, Duration limit);
@@ -213,6 +221,7 @@ class Engine::Impl {
     caf::actor actor;
   };
 
+  Status release(const RegionRecord& region);
   void start_system();
   Status start_groups(const std::string& listen_host, std::vector<PortAdvert>& adverts);
   void start_bootstrap(ControlListener listener, std::vector<PortAdvert> adverts);
@@ -237,6 +246,7 @@ class Engine::Impl {
   NotificationQueue notifications_;
   std::vector<std::shared_ptr<Transport>> transports_;
   CallbackRunner callbacks_;
+  Leases leases_{regions_, [this](const RegionRecord& region) { return release(region); }};
 
   mutable std::mutex descriptors_mutex_;
   std::map<std::uint64_t, std::vector<std::pair<std::string, std::string>>> descriptors_;
@@ -298,6 +308,7 @@ void Engine::Impl::start_system() {
   system_config_.set("work-stealing.relaxed-sleep-duration", caf::timespan(std::chrono::seconds(1)));
   system_ = std::make_unique<caf::actor_system>(system_config_);
   callbacks_.start(*system_);
+  leases_.start(*system_);
   scheduler_ = system_->spawn<SchedulerActor>(Duration(config_.connect_timeout));
 }
 
@@ -396,6 +407,7 @@ void Engine::Impl::stop() {
     for (const auto& endpoint : endpoints) caf::anon_send(endpoint, StopEndpoint{shutting_down()});
     for (const auto& endpoint : endpoints) self->wait_for(endpoint);
     endpoints.clear();
+    leases_.stop(self);
     if (bootstrap_) {
       caf::anon_send(bootstrap_, StopBootstrap{});
       self->wait_for(bootstrap_);
@@ -458,7 +470,16 @@ Status Engine::Impl::unregister_region(const Region& region) {
   if (regions_.find(key) != region.record().get())
     return {Errc::unknown_region,
             fmt::format("region '{}' is not registered with this engine (any more)", region.name())};
+  if (region.record()->lease) return {Errc::invalid_argument, fmt::format("'{}' is a lease: revoke it", region.name())};
   if (Status status = regions_.retire(key); !status.is_ok()) return status;
+  // From here on nobody gets a new lease of it.
+  if (Status status = leases_.end_all_of(*region.record()); !status.is_ok()) return status;
+  return release(*region.record());
+}
+
+// Makes a retired region quiet and forgets it.
+Status Engine::Impl::release(const RegionRecord& region) {
+  const RegionKey key = region.key;
   std::vector<std::future<void>> answers;
   for (const Group& group : groups_) {
     auto done = std::make_shared<std::promise<void>>();
@@ -470,14 +491,67 @@ Status Engine::Impl::unregister_region(const Region& region) {
   for (auto& answer : answers) quiet &= answer.wait_until(limit) == std::future_status::ready;
   if (!quiet)
     return {Errc::internal,
-            fmt::format("region '{}' could not be made quiet within 5 s: keep its memory", region.name())};
-  for (const auto& transport : transports_) transport->unregister_region(*region.record());
+            fmt::format("region '{}' could not be made quiet within 5 s: keep its memory", region.name)};
+  for (const auto& transport : transports_) transport->unregister_region(region);
   {
     const std::lock_guard lock(descriptors_mutex_);
     descriptors_.erase((std::uint64_t{key.generation} << 32) | key.slot);
   }
   regions_.erase(key);
   return {};
+}
+
+// ---------------------------------------------------------------- leases
+
+Result<Lease> Engine::Impl::lease(const Peer& peer, const Region& region, std::span<const ByteRange> ranges,
+                                  const LeaseOptions& options) {
+  if (Status status = check_peer(peer); !status.is_ok()) return status;
+  if (!region) return {Errc::invalid_argument, "leasing: the region handle is empty"};
+  const RegionRecord& leased = *region.record();
+  if (options.access == Access::none || options.time <= Duration::zero())
+    return {
+        Errc::invalid_argument,
+        fmt::format("leasing region '{}': a lease needs an access other than none and a time above 0", leased.name)};
+  const auto may = static_cast<Access>(static_cast<unsigned>(leased.access) | static_cast<unsigned>(leased.leasable));
+  if (!allows(may, options.access))
+    return {Errc::access_denied, fmt::format("leasing region '{}': register it with RegisterOptions::leasable for what "
+                                             "the lease is to allow",
+                                             leased.name)};
+  for (std::size_t i = 0; i < ranges.size(); ++i)
+    if (!fits(ranges[i].offset, ranges[i].length, leased.size))
+      return {Errc::out_of_bounds,
+              fmt::format("leasing region '{}': range {}, {} bytes at offset {}, leaves its {} bytes", leased.name, i,
+                          ranges[i].length, ranges[i].offset, leased.size)};
+  auto terms = std::make_unique<LeaseTerms>();
+  terms->region = region.record();
+  terms->holder = peer.record()->slot;
+  terms->ranges = RangeSet({ranges.begin(), ranges.end()});
+  const TimePoint now = Clock::now();
+  terms->end = options.time < TimePoint::max() - now ? now + options.time : TimePoint::max();
+  const std::size_t count = terms->ranges.ranges().size();
+  if (count == 0) return {Errc::invalid_argument, fmt::format("leasing region '{}': no bytes are named", leased.name)};
+  if (count > max_lease_ranges)
+    return {Errc::too_large, fmt::format("leasing region '{}': {} separate ranges, at most {} are possible: lease in "
+                                         "parts, or fewer layers at a time",
+                                         leased.name, count, max_lease_ranges)};
+  auto record = std::make_unique<RegionRecord>();
+  record->name = fmt::format("lease-{:016x}{:016x}", random_u64(), random_u64());
+  record->data = leased.data;
+  record->size = leased.size;
+  record->kind = leased.kind;
+  record->access = options.access;
+  record->memfd = leased.memfd;
+  record->lease = std::move(terms);
+  auto added = register_memory(std::move(record));
+  if (!added) return added.status();
+  leases_.add(added->record());
+  return Lease(added->record());
+}
+
+Status Engine::Impl::revoke(const Lease& lease) {
+  if (!lease) return {Errc::invalid_argument, "revoking: the lease handle is empty"};
+  if (stopping_) return shutting_down();
+  return leases_.end(lease.record()->key);
 }
 
 // ---------------------------------------------------------------- peers
@@ -737,16 +811,25 @@ Result<Region> Engine::register_memory(std::string name, void* data, std::uint64
   record->data = static_cast<std::byte*>(data);
   record->size = bytes;
   record->access = options.access;
+  record->leasable = options.leasable;
   return impl_->register_memory(std::move(record));
 }
 
 Result<Region> Engine::allocate(std::string name, std::uint64_t bytes, RegisterOptions options) {
   auto record = allocate_region(std::move(name), bytes, options.access);
   if (!record) return record.status();
+  (*record)->leasable = options.leasable;
   return impl_->register_memory(std::move(*record));
 }
 
 Status Engine::unregister_region(const Region& region) { return impl_->unregister_region(region); }
+
+Result<Lease> Engine::lease(const Peer& peer, const Region& region, std::span<const ByteRange> ranges,
+                            LeaseOptions options) {
+  return impl_->lease(peer, region, ranges, options);
+}
+
+Status Engine::revoke(const Lease& lease) { return impl_->revoke(lease); }
 Result<Peer> Engine::connect(const std::string& address) { return impl_->connect(address); }
 Result<Peer> Engine::accept(const std::string& name, Duration limit) { return impl_->accept(name, limit); }
 

@@ -62,7 +62,34 @@ struct Notification {
 };
 
 struct RegisterOptions {
-  Access access = Access::read_write;
+  Access access = Access::read_write;  ///< what every peer may do
+  /// What leases may allow beside that. Without Access::write here or above, shared memory is sealed by the kernel
+  /// against being written by anyone else.
+  Access leasable = Access::none;
+};
+
+struct LeaseOptions {
+  Access access = Access::write;  ///< what the peer may do: read, write or both
+  Duration time{0};               ///< until the lease ends by itself; must be positive
+};
+
+/// Most ranges of one lease, after those that touch have been joined.
+inline constexpr std::size_t max_lease_ranges = 262144;
+
+/// The right of one peer to read or write parts of a region, with an end. A handle, cheap to copy; the lease
+/// itself goes on until its time is over, it is revoked, or its region or engine ends.
+class Lease {
+ public:
+  Lease() = default;
+  explicit Lease(std::shared_ptr<const RegionRecord> record) : record_(std::move(record)) {}
+  explicit operator bool() const noexcept { return record_ != nullptr; }
+  /// What the holder uses as the name of a remote region. Not to be guessed by others.
+  const std::string& name() const { return record_->name; }
+  TimePoint end() const { return record_->lease->end; }
+  const std::shared_ptr<const RegionRecord>& record() const { return record_; }
+
+ private:
+  std::shared_ptr<const RegionRecord> record_;
 };
 
 /// Owns the actors, the transports and the registered memory of one participant. All methods may be
@@ -90,9 +117,21 @@ class Engine {
   Result<Region> register_memory(std::string name, void* data, std::uint64_t bytes, RegisterOptions options = {});
   /// Allocates page-aligned zeroed memory that same-host peers can map (memfd), and registers it.
   Result<Region> allocate(std::string name, std::uint64_t bytes, RegisterOptions options = {});
-  /// Withdraws a region: ends local transfers that use it (cancelled), refuses new work of peers
+  /// Withdraws a region and its leases: ends local transfers that use it (cancelled), refuses new work of peers
   /// (unknown_region) and returns once nothing of either touches it, within about 2 s.
   Status unregister_region(const Region& region);
+
+  // ---- leases
+  /// Lets one peer, and no other, use these bytes of a region for a time, whatever the region's own access is:
+  /// register what is only to be leased with {.access = Access::none, .leasable = Access::write}. The peer reads and
+  /// writes at the region's own offsets, under the lease's name. Anything else it does ends with access_denied.
+  /// docs/kvcache.md says what each transport guarantees. Errors: invalid_argument, access_denied (the region is not
+  /// leasable for that), out_of_bounds (a range leaves the region), unknown_region, too_large (more than
+  /// max_lease_ranges).
+  Result<Lease> lease(const Peer& peer, const Region& region, std::span<const ByteRange> ranges, LeaseOptions options);
+  /// Ends a lease. Once this returns ok no byte is read or written under it any more; that takes about as long as
+  /// the copy that is being made, at most about 2 s. Ok also when the lease has ended before: then it is quiet too.
+  Status revoke(const Lease& lease);
 
   // ---- peers
   /// Connects to tcp://HOST:PORT. Several callers share one connection. Bounded by connect_timeout.

@@ -520,8 +520,11 @@ void PollerCore::settle(Chunk& chunk, const Status& status) {
   }
   if (status == Errc::unknown_region && job.transfer->remote())
     lane.record->forget_region(job.transfer->remote()->name, job.transfer->remote()->key);
+  // Transports do not tell a lease that is over from any other region that is not there any more.
+  const bool lease_over = status == Errc::unknown_region && job.transfer->remote() && job.transfer->remote()->lease;
+  const Status told = lease_over ? Status(Errc::access_denied, "the lease has ended or was revoked") : status;
   const Status final =
-      status.with_context(fmt::format("{} over rail {} ({})", describe(job), rail.spec.rail, rail.spec.transport));
+      told.with_context(fmt::format("{} over rail {} ({})", describe(job), rail.spec.rail, rail.spec.transport));
   free_chunk(chunk);
   // The rest is let run out undisturbed: a wrong slice must not cost others their channel.
   begin_end(job, final, std::max<Duration>(job.transfer->deadline() - now_, parts_.config->drain_grace));

@@ -227,6 +227,22 @@ std::uint64_t read_version(const msgpack::object& map) {
 
 }  // namespace
 
+void describe_lease(const RangeSet& ranges, RemoteRegion& region) {
+  constexpr std::size_t ranges_at_once = max_control_string / 16;
+  for (std::size_t first = 0; first < ranges.ranges().size(); first += ranges_at_once)
+    region.descriptors.emplace_back(lease_descriptor, ranges.encode(first, ranges_at_once));
+}
+
+Status take_lease(RemoteRegion& region) {
+  std::vector<ByteRange> ranges;
+  for (const auto& [transport, data] : region.descriptors)
+    if (transport == lease_descriptor)
+      if (Status status = RangeSet::decode(std::as_bytes(std::span(data)), ranges); !status) return status;
+  if (std::erase_if(region.descriptors, [](const auto& entry) { return entry.first == lease_descriptor; }) > 0)
+    region.lease = std::make_shared<const RangeSet>(std::move(ranges));
+  return {};
+}
+
 std::string encode(const ControlMessage& message) {
   msgpack::sbuffer buffer;
   Packer packer(buffer);

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -94,6 +95,13 @@ struct ChannelAnswerMessage {
 struct ByeMessage {
   std::uint64_t incarnation = 0;
 };
+
+/// Leased ranges travel as descriptors of this name.
+inline constexpr std::string_view lease_descriptor = "lease";
+/// Appends a lease's ranges to the descriptors of its region.
+void describe_lease(const RangeSet& ranges, RemoteRegion& region);
+/// Takes them out again and into RemoteRegion::lease; no-op for what is no lease. Error: malformed.
+Status take_lease(RemoteRegion& region);
 
 using ControlBody = std::variant<HelloMessage, WelcomeMessage, RefusedMessage, PingMessage, PongMessage,
                                  FindRegionMessage, RegionMessage, ByeMessage, ChannelMessage, ChannelAnswerMessage>;

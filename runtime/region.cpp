@@ -68,8 +68,18 @@ Status check_limits(const std::string& name, std::uint64_t bytes) {
 
 }  // namespace
 
+Status LeaseTerms::check(std::uint64_t session, std::chrono::steady_clock::time_point now) const {
+  if (session != holder)
+    return {Errc::access_denied, fmt::format("the lease of region '{}' was given to another peer", region->name)};
+  if (now >= end)
+    return {Errc::access_denied,
+            fmt::format("the lease of region '{}' ended {} ms ago: ask its owner for a new one", region->name,
+                        std::chrono::duration_cast<std::chrono::milliseconds>(now - end).count())};
+  return {};
+}
+
 RegionRecord::~RegionRecord() {
-  if (memfd < 0) return;
+  if (memfd < 0 || lease) return;
   if (data) ::munmap(data, size);
   ::close(memfd);
 }

@@ -1,6 +1,7 @@
 // Registered memory: what the owner keeps, what a peer knows of it, and the handle users hold.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -9,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include <kvferry/runtime/range_set.hpp>
 #include <kvferry/runtime/status.hpp>
 
 namespace kvferry {
@@ -30,6 +32,20 @@ struct RegionKey {
   friend bool operator==(const RegionKey&, const RegionKey&) = default;
 };
 
+struct RegionRecord;
+
+/// What makes a region a lease: memory of another region that one peer may use, in part and for a time.
+/// Whoever serves peers checks it beside the region's access.
+struct LeaseTerms {
+  std::shared_ptr<const RegionRecord> region;  ///< whose memory it is
+  std::uint64_t holder = 0;                    ///< session of the one peer that may use it
+  RangeSet ranges;                             ///< what it may use, in bytes from the start of `region`
+  std::chrono::steady_clock::time_point end;
+
+  /// Whether that session may use the lease at that moment. Errors: access_denied.
+  Status check(std::uint64_t session, std::chrono::steady_clock::time_point now) const;
+};
+
 /// The owner's record of a region. Immutable once registered, shared by all threads.
 struct RegionRecord {
   RegionKey key;
@@ -38,8 +54,11 @@ struct RegionRecord {
   std::uint64_t size = 0;  ///< bytes
   MemoryKind kind = MemoryKind::host;
   Access access = Access::read_write;
+  Access leasable = Access::none;  ///< what leases of it may allow
   /// A memfd that holds exactly this region's bytes (offset 0 = data), or -1 for foreign memory.
   int memfd = -1;
+  /// Only of a lease. Its memory and memfd are those of another region.
+  std::unique_ptr<const LeaseTerms> lease;
 
   RegionRecord() = default;
   RegionRecord(const RegionRecord&) = delete;
@@ -62,6 +81,8 @@ struct RemoteRegion {
   Access access = Access::none;
   /// Transport name → the bytes that transport gave out at registration (may be empty).
   std::vector<std::pair<std::string, std::string>> descriptors;
+  /// What of it may be used, when it is a lease; else empty.
+  std::shared_ptr<const RangeSet> lease;
 };
 
 /// A user's handle of registered local memory; cheap to copy. The memory of allocate() lives until

@@ -51,10 +51,19 @@ Status RegionTable::check(const RegionRecord& record) const {
             fmt::format("region {} is registered already{}: unregister it first, or choose another name than for {}",
                         describe(*entries_[found->second].record),
                         entries_[found->second].retired ? " and still being unregistered" : "", describe(record))};
+  if (record.lease) return check_leased(record);
   if (const RegionRecord* other = overlapping(record))
     return {Errc::already_exists, fmt::format("region {} overlaps region {}, which is registered already",
                                               describe(record), describe(*other))};
   return {};
+}
+
+Status RegionTable::check_leased(const RegionRecord& record) const {
+  const RegionKey key = record.lease->region->key;
+  if (key.slot < entries_.size() && !entries_[key.slot].retired && entries_[key.slot].record == record.lease->region)
+    return {};
+  return {Errc::unknown_region,
+          fmt::format("region '{}' is not registered (any more): it can not be leased", record.lease->region->name)};
 }
 
 const RegionRecord* RegionTable::overlapping(const RegionRecord& record) const {
@@ -90,7 +99,7 @@ Result<std::shared_ptr<const RegionRecord>> RegionTable::add(std::unique_ptr<Reg
   entry.record = std::move(record);
   entry.retired = false;
   names_.emplace(entry.record->name, slot);
-  places_.emplace(Place{entry.record->kind, entry.record->data}, slot);
+  if (!entry.record->lease) places_.emplace(Place{entry.record->kind, entry.record->data}, slot);
   live_[slot].store(entry.record.get(), std::memory_order_release);
   version_.fetch_add(1, std::memory_order_acq_rel);
   return entry.record;
@@ -120,7 +129,7 @@ void RegionTable::erase(RegionKey key) {
   Entry* entry = entry_of(key);
   if (entry == nullptr || !entry->retired) return;
   names_.erase(entry->record->name);
-  places_.erase({entry->record->kind, entry->record->data});
+  if (!entry->record->lease) places_.erase({entry->record->kind, entry->record->data});
   gone = std::move(entry->record);
   free_slots_.push_back(key.slot);
 }

@@ -25,7 +25,8 @@ class RegionTable {
   RegionTable& operator=(const RegionTable&) = delete;
 
   /// Adds a record and gives it its key. Refuses a name in use, a range that overlaps another
-  /// region of the same memory kind, an empty range, and more than max_regions. Any thread.
+  /// region of the same memory kind, an empty range, and more than max_regions. A lease lies over its
+  /// region, which must not be retired. Any thread.
   Result<std::shared_ptr<const RegionRecord>> add(std::unique_ptr<RegionRecord> record);
 
   /// Hides the region from all look-ups from now on; the record stays allocated, its name and range
@@ -54,6 +55,7 @@ class RegionTable {
   using Place = std::pair<MemoryKind, const std::byte*>;
 
   Status check(const RegionRecord& record) const;
+  Status check_leased(const RegionRecord& record) const;
   const RegionRecord* overlapping(const RegionRecord& record) const;
   /// The entry that `key` names, or nullptr.
   Entry* entry_of(RegionKey key);

@@ -255,7 +255,7 @@ bool Server::on_region_request(Connection& connection, RegionKey key) {
   RegionReplyPacket reply;
   reply.key = key;
   Fd memfd;
-  const Status status = describe_region(key, reply, memfd);
+  const Status status = describe_region(connection.session, key, reply, memfd);
   if (status) {
     connection.page.give(key);
     connection.given.insert(number_of(key));
@@ -265,11 +265,14 @@ bool Server::on_region_request(Connection& connection, RegionKey key) {
   return send(connection, bytes_of(reply), std::move(memfd));
 }
 
-Status Server::describe_region(RegionKey key, RegionReplyPacket& reply, Fd& memfd) const {
+Status Server::describe_region(SessionId session, RegionKey key, RegionReplyPacket& reply, Fd& memfd) const {
   const RegionRecord* region = parts_.context.regions->find(key);
   if (region == nullptr) return {Errc::unknown_region, "its owner has unregistered it, or never had it"};
   if (region->kind != MemoryKind::host) return {Errc::no_path, "shared memory joins host memory only"};
   if (region->access == Access::none) return {Errc::access_denied, "its owner gives it to no peer"};
+  if (region->lease) {
+    if (Status status = region->lease->check(session, Clock::now()); !status) return status;
+  }
   reply.size = region->size;
   reply.access = region->access;
   if (region->memfd < 0 || !parts_.options.map_regions) {

@@ -83,7 +83,7 @@ class Server {
   bool offer(Connection& connection, PacketKind kind, std::uint64_t sequence, std::uint32_t immediate,
              std::span<const std::byte> bytes);
   void offer_stalled(Connection& connection);
-  Status describe_region(RegionKey key, RegionReplyPacket& reply, Fd& memfd) const;
+  Status describe_region(SessionId session, RegionKey key, RegionReplyPacket& reply, Fd& memfd) const;
 
   void close_quietly(std::span<Connection* const> connections);
   void remove(std::uint32_t id);

@@ -29,7 +29,8 @@ Status seal(const RegionRecord& region) {
                         region.name, std::strerror(errno))};
   // The owner's mapping stays writable, later ones do not become so, not even through /proc. Kernels
   // before 5.1 lack this seal; there the read-only descriptor that peers get has to do.
-  if (!allows(region.access, Access::write)) ::fcntl(region.memfd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
+  if (!allows(region.access, Access::write) && !allows(region.leasable, Access::write))
+    ::fcntl(region.memfd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
   return {};
 }
 
@@ -50,7 +51,7 @@ class ShmTransport final : public Transport {
     if (region.kind != MemoryKind::host)
       return {Errc::unsupported,
               fmt::format("shm: region '{}' is GPU memory, only host memory is shared", region.name)};
-    if (region.memfd >= 0)
+    if (region.memfd >= 0 && !region.lease)  // a lease's memory was sealed with its region
       if (Status status = seal(region); !status) return status;
     // Peers ask for everything else over their channel, where rights are checked at that moment.
     return std::string();

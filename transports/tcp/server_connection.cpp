@@ -186,19 +186,28 @@ Status ServerConnection::locate() {
   if (!allows(record->access, need)) {
     return {Errc::access_denied, fmt::format("region '{}' does not allow {}", record->name, to_string(request_.op))};
   }
+  if (record->lease) {
+    if (Status status = record->lease->check(session_, Clock::now()); !status) return status;
+  }
+  std::size_t hint = 0;
   for (iovec& part : std::span(current_->parts).subspan(1)) {
-    if (Status status = locate_part(*record, part); !status) return status;
+    if (Status status = locate_part(*record, part, hint); !status) return status;
   }
   current_->region = request_.region;
   current_->touches_region = true;
   return {};
 }
 
-Status ServerConnection::locate_part(const RegionRecord& record, iovec& part) const {
+Status ServerConnection::locate_part(const RegionRecord& record, iovec& part, std::size_t& hint) const {
   const Descriptor descriptor = decode_descriptor(reinterpret_cast<const std::byte*>(&part));
   if (!fits(descriptor.offset, descriptor.length, record.size)) {
     return {Errc::out_of_bounds, fmt::format("slice of {} bytes at remote offset {} leaves region '{}' of {} bytes",
                                              descriptor.length, descriptor.offset, record.name, record.size)};
+  }
+  if (record.lease && !record.lease->ranges.covers(descriptor.offset, descriptor.length, hint)) {
+    return {Errc::access_denied,
+            fmt::format("slice of {} bytes at remote offset {} leaves what is leased of region '{}'", descriptor.length,
+                        descriptor.offset, record.lease->region->name)};
   }
   part = {record.data + descriptor.offset, descriptor.length};
   return {};

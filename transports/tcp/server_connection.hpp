@@ -91,7 +91,7 @@ class ServerConnection final : public Stream {
   bool take_message();
   bool descriptors_add_up() const noexcept;
   Status locate();
-  Status locate_part(const RegionRecord& record, iovec& part) const;
+  Status locate_part(const RegionRecord& record, iovec& part, std::size_t& hint) const;
   bool offer(Stalled offer, std::span<const std::byte> message);
   bool deliver(const Stalled& offer, std::span<const std::byte> message);
   bool same_kind_stalled(Op op) const noexcept;
