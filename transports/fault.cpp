@@ -130,6 +130,7 @@ class FaultPort final : public Port, private PortEvents {
   struct InFlight {
     ChannelId channel = 0;
     bool corrupt = false;
+    bool spoilt = false;  ///< a byte of the local region is flipped
     WorkItem item;
   };
 
@@ -155,14 +156,20 @@ class FaultPort final : public Port, private PortEvents {
       finish({item.cookie, {Errc::channel_error, "this item was made to fail (fault plan)"}});
       return true;
     }
-    if (!delay_it && inner_->post(channel, {&item, 1}) == 0) return false;
+    const bool spoil = item.op == Op::write && item.slices.bytes > 0 && take_one(plan_->corrupt_writes);
+    if (spoil) corrupt(item);
+    if (!delay_it && inner_->post(channel, {&item, 1}) == 0) {
+      if (spoil) corrupt(item), plan_->corrupt_writes.fetch_add(1);
+      return false;
+    }
     begin(channel, item, item.op == Op::read && item.slices.bytes > 0 && take_one(plan_->corrupt_items));
+    in_flight_.at(item.cookie).spoilt = spoil;
     if (delay_it) delayed_.emplace(Clock::now() + delay, Delayed{channel, item.cookie});
     return true;
   }
 
   void begin(ChannelId channel, const WorkItem& item, bool corrupt_it) {
-    in_flight_.emplace(item.cookie, InFlight{channel, corrupt_it, item});
+    in_flight_.emplace(item.cookie, InFlight{channel, corrupt_it, false, item});
     ++outstanding_[channel];
   }
 
@@ -205,6 +212,7 @@ class FaultPort final : public Port, private PortEvents {
     const auto done = in_flight_.find(completion.cookie);
     const auto channel = outstanding_.find(done->second.channel);  // dead channels must leave nothing behind
     if (--channel->second == 0) outstanding_.erase(channel);
+    if (done->second.spoilt) corrupt(done->second.item);
     in_flight_.erase(done);
     ready_.push_back(std::move(completion));
   }

@@ -20,10 +20,12 @@ struct FaultPlan {
   std::atomic<std::int64_t> completion_delay_us{0};
   std::atomic<std::uint32_t> refuse_posts{0};   ///< the next n posts take nothing
   std::atomic<std::uint32_t> corrupt_items{0};  ///< the next n reads get one byte flipped on arrival
-  std::atomic<std::uint32_t> fail_items{0};     ///< the next n items end with channel_error, undone
-  std::atomic<bool> rail_down{false};           ///< channels break, open() fails, until cleared
-  std::atomic<std::uint32_t> refuse_opens{0};   ///< the next n open() calls fail
-  std::atomic<bool> ignore_cancel{false};       ///< cancel has no effect: only fence ends items
+  /// The next n writes go out with one byte flipped; in the local region it is flipped back at their end.
+  std::atomic<std::uint32_t> corrupt_writes{0};
+  std::atomic<std::uint32_t> fail_items{0};    ///< the next n items end with channel_error, undone
+  std::atomic<bool> rail_down{false};          ///< channels break, open() fails, until cleared
+  std::atomic<std::uint32_t> refuse_opens{0};  ///< the next n open() calls fail
+  std::atomic<bool> ignore_cancel{false};      ///< cancel has no effect: only fence ends items
   // ---- what was seen
   std::atomic<std::uint64_t> items{0};
   std::atomic<std::uint64_t> fences{0};
