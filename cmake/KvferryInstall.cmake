@@ -42,3 +42,6 @@ if(TARGET transfer_bench)
   set_property(TARGET transfer_bench PROPERTY INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
   install(TARGETS transfer_bench RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT tools)
 endif()
+
+set_property(TARGET kvferry-directory PROPERTY INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
+install(TARGETS kvferry-directory RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT tools)
