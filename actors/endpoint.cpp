@@ -370,9 +370,14 @@ void EndpointActor::on_region(std::uint64_t question, const RegionMessage& messa
       refuse(parked, status.with_context(fmt::format("region '{}' of {}", region, who())));
     return;
   }
-  const auto remote = std::make_shared<const RemoteRegion>(std::move(described));
   // Leases come and go: remembering each would take memory without end.
-  if (!remote->lease) current_->set_region(*remote);
+  std::shared_ptr<const RemoteRegion> remote;
+  if (described.lease) {
+    remote = std::make_shared<const RemoteRegion>(std::move(described));
+  } else {
+    current_->set_region(std::move(described));
+    remote = current_->find_region(region);
+  }
   for (Parked& parked : take_parked([&](const Parked& one) { return one.region == region; })) resolve(parked, remote);
 }
 

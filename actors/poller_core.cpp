@@ -514,7 +514,9 @@ void PollerCore::settle(Chunk& chunk, const Status& status) {
   if (status == Errc::channel_error || status == Errc::no_path || status == Errc::cancelled) {
     if (status == Errc::no_path) {
       job.excluded |= rail.port_bit;
-      if (job.transfer->remote()) lane.impossible.emplace_back(job.transfer->remote()->key, rail.port_bit);
+      // Leases come and go: this transfer alone remembers.
+      if (job.transfer->remote() && !job.transfer->remote()->lease)
+        lane.impossible.emplace_back(job.transfer->remote()->key, rail.port_bit);
     }
     return retry(chunk, status);
   }

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <random>
@@ -173,6 +174,36 @@ TEST_F(BootstrapServiceTest, FindsRegionsForAConnectedEngineOnly) {
   EXPECT_FALSE(answer_to<RegionMessage>(FindRegionMessage{5, ""}).found);
   ASSERT_TRUE(regions.retire(kv->key).is_ok());
   EXPECT_FALSE(answer_to<RegionMessage>(FindRegionMessage{5, "kv"}).found) << "a withdrawn region is not given out";
+}
+
+TEST_F(BootstrapServiceTest, TellsOfALeaseToItsHolderAlone) {
+  const auto kv = add_region("kv", memory.data(), 4096);
+  answer_to<WelcomeMessage>(hello(5));
+  answer_to<WelcomeMessage>(hello(6));
+  auto terms = std::make_unique<LeaseTerms>();
+  terms->region = kv;
+  terms->holder = peers.find_life(5)->slot;
+  std::vector<ByteRange> ranges;
+  for (std::uint64_t i = 0; i < 300; ++i) ranges.push_back({i * 8, 4});
+  terms->ranges = RangeSet(ranges);
+  terms->end = start + 10s;
+  auto record = std::make_unique<RegionRecord>();
+  record->name = "lease-1";
+  record->data = kv->data;
+  record->size = kv->size;
+  record->access = Access::write;
+  record->lease = std::move(terms);
+  ASSERT_TRUE(regions.add(std::move(record)));
+
+  auto found = answer_to<RegionMessage>(FindRegionMessage{5, "lease-1"}).region;
+  ASSERT_TRUE(take_lease(found));
+  ASSERT_TRUE(found.lease);
+  EXPECT_TRUE(std::ranges::equal(found.lease->ranges(), ranges));
+  EXPECT_EQ(found.descriptors.size(), 1u) << "only the transport's is left";
+  const auto denied = static_cast<std::uint32_t>(Errc::access_denied);
+  EXPECT_EQ(answer_to<RefusedMessage>(FindRegionMessage{6, "lease-1"}).code, denied) << "another engine";
+  EXPECT_EQ(answer_to<RefusedMessage>(FindRegionMessage{5, "lease-1"}, start + 10s).code, denied) << "its time is over";
+  EXPECT_EQ(answer_to<WelcomeMessage>(hello(7)).regions.size(), 1u) << "a welcome does not tell of leases";
 }
 
 // ---------------------------------------------------------------- the end of a session

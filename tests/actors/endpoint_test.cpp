@@ -128,7 +128,7 @@ class EndpointTest : public testing::Test {
     return made;
   }
   static RemoteRegion remote(std::string name) {
-    return {{7, 1}, std::move(name), 4096, MemoryKind::host, Access::read_write, {}};
+    return {{7, 1}, std::move(name), 4096, MemoryKind::host, Access::read_write, {}, {}};
   }
   void rails(const PeerPtr& peer, bool up, bool settled = true) {
     stage.send(endpoint(), RailsChanged{peer->slot, up, settled,
@@ -613,6 +613,22 @@ TEST_F(EndpointTest, AsksForAnUnknownRegionThenLaunches) {
   EXPECT_EQ(peer->find_region("late"), waiting->remote()) << "the next one need not ask";
   hear(question(), RegionMessage{true, remote("late")});
   EXPECT_EQ(launched.size(), 1u) << "an answer counts once";
+}
+
+TEST_F(EndpointTest, ALeaseIsAskedForEachTimeAndNotRemembered) {
+  const auto peer = connected();
+  const auto waiting = submit(peer, "lease-1");
+  RemoteRegion lease = remote("lease-1");
+  describe_lease(RangeSet({{0, 8}}), lease);
+  hear(question(), RegionMessage{true, lease});
+  ASSERT_EQ(launched, std::vector{waiting});
+  ASSERT_TRUE(waiting->remote()->lease);
+  EXPECT_TRUE(waiting->remote()->lease->covers(0, 8));
+  EXPECT_EQ(peer->find_region("lease-1"), nullptr);
+  const auto next = submit(peer, "lease-1");
+  lease.descriptors.emplace_back(lease_descriptor, "odd");
+  hear(question(), RegionMessage{true, lease});
+  expect_ended(next, Errc::malformed);
 }
 
 TEST_F(EndpointTest, OneQuestionServesAllThatWaitForARegion) {

@@ -71,7 +71,7 @@ class HandoverTest : public testing::Test {
   MetricCounters metrics;
   NoEvents events;
   std::shared_ptr<const RemoteRegion> remote =
-      std::make_shared<const RemoteRegion>(RemoteRegion{{1, 1}, "kv", 4096, MemoryKind::host, Access::read, {}});
+      std::make_shared<const RemoteRegion>(RemoteRegion{{1, 1}, "kv", 4096, MemoryKind::host, Access::read, {}, {}});
   std::vector<std::shared_ptr<Submissions>> groups;
   std::shared_ptr<TransferOwner> owner;
   std::vector<std::unique_ptr<PollerCore>> cores;
