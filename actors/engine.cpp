@@ -136,7 +136,7 @@ Result<std::shared_ptr<Transport>> make_verbs([[maybe_unused]] const VerbsConfig
   return make_verbs_transport(config);
 #else
   return {Errc::unsupported,
-          "this kvferry was built without RDMA (KVFERRY_WITH_VERBS): install libibverbs-dev and "
+          "this kvferry was built without RDMA (KVFERRY_WITH_VERBS): install libibverbs-dev and librdmacm-dev, and "
           "build it again"};
 #endif
 }

@@ -17,6 +17,12 @@ DEFINE_string(local_endpoint, "",
               "initiator the address that faces the target");
 DEFINE_string(remote_endpoint, "", "tcp://HOST:PORT that the target printed; for --mode initiator");
 DEFINE_string(device_name, "", "RDMA devices to use, best first, separated by commas; empty: every active one");
+DEFINE_string(
+    connect, "bootstrap",
+    "how RDMA queue pairs are connected: bootstrap (over the control connection) or rdmacm (by librdmacm); the "
+    "same on both sides");
+DEFINE_int64(num_qp, defaults.num_qp, "RDMA queue pairs per rail");
+DEFINE_int64(gid_index, defaults.gid_index, "place of the GID in the RDMA port's table; -1 chooses");
 DEFINE_string(transport, "auto", "auto (the fastest that both sides can do), shm, verbs or tcp");
 DEFINE_string(op, "", "list of read, write, write_imm, sendrecv. Default: read,write");
 DEFINE_string(block_size, "",
@@ -81,6 +87,9 @@ FlagValues collect() {
   values.local_endpoint = FLAGS_local_endpoint;
   values.remote_endpoint = FLAGS_remote_endpoint;
   values.device_name = FLAGS_device_name;
+  values.connect = FLAGS_connect;
+  values.num_qp = FLAGS_num_qp;
+  values.gid_index = FLAGS_gid_index;
   values.transport = FLAGS_transport;
   values.op = FLAGS_op;
   values.block_size = FLAGS_block_size;

@@ -20,6 +20,8 @@ constexpr std::uint64_t max_batch = 1u << 24;
 constexpr std::int64_t max_concurrency = 1024;
 constexpr std::int64_t max_rounds = 1000;
 constexpr std::int64_t max_rails = 16;
+constexpr std::int64_t max_queue_pairs = 16;
+constexpr std::int64_t max_gid_index = 1023;
 constexpr double default_case_seconds = 0.4;
 constexpr double default_trace_seconds = 10;
 
@@ -85,6 +87,28 @@ Status check_endpoints(const FlagValues& values, Mode mode) {
   return require_endpoint("remote-endpoint", values.remote_endpoint, 1);
 }
 
+Result<VerbsConnect> parse_connect(std::string_view text) {
+  constexpr std::array<std::pair<std::string_view, VerbsConnect>, 2> choices = {
+      {{"bootstrap", VerbsConnect::bootstrap}, {"rdmacm", VerbsConnect::rdmacm}}};
+  return one_of<VerbsConnect>("connect", text, choices);
+}
+
+/// The flags that mean something to RDMA only.
+Status check_rdma(const FlagValues& values) {
+  if (auto connect = parse_connect(values.connect); !connect) return connect.status();
+  if (auto status = require_range("num-qp", values.num_qp, 1, max_queue_pairs); !status) return status;
+  if (auto status = require_range("gid-index", values.gid_index, -1, max_gid_index); !status) return status;
+  if (values.transport == "auto" || values.transport == "verbs") return Status::ok();
+  const FlagValues defaults;
+  const auto useless = [&](std::string_view flag) {
+    return wrong(flag, fmt::format("transport {} has no queue pairs; leave the flag out", values.transport));
+  };
+  if (values.connect != defaults.connect) return useless("connect");
+  if (values.num_qp != defaults.num_qp) return useless("num-qp");
+  if (values.gid_index != defaults.gid_index) return useless("gid-index");
+  return Status::ok();
+}
+
 Status check_transport(const FlagValues& values) {
   const auto& wanted = values.transport;
   if (wanted != "auto" && std::find(transports.begin(), transports.end(), wanted) == transports.end()) {
@@ -95,6 +119,7 @@ Status check_transport(const FlagValues& values) {
     return wrong("device-name", fmt::format("'{}': transport {} has no devices to choose from; leave the flag out",
                                             values.device_name, wanted));
   }
+  if (auto status = check_rdma(values); !status) return status;
   if (values.floor && wanted == "verbs") {
     return wrong("floor", "not measured for verbs: compare with ib_read_bw and ib_write_bw of perftest");
   }
@@ -238,6 +263,9 @@ void fill_plain(const FlagValues& values, BenchOptions& options) {
   options.remote_endpoint = values.remote_endpoint;
   options.transport = values.transport;
   if (!values.device_name.empty()) options.devices = split_list(values.device_name);
+  options.connect = *parse_connect(values.connect);
+  options.num_qp = static_cast<int>(values.num_qp);
+  options.gid_index = static_cast<int>(values.gid_index);
   options.limits.trips = static_cast<std::uint64_t>(values.iterations);
   options.limits.seconds = values.duration == 0 && values.iterations == 0 ? default_case_seconds : values.duration;
   options.rounds = static_cast<std::uint32_t>(values.rounds);
@@ -311,6 +339,9 @@ EngineConfig make_engine_config(const BenchOptions& options) {
   EngineConfig config;
   if (options.transport != "auto") config.transports = {options.transport};
   config.verbs.devices = options.devices;
+  config.verbs.connect = options.connect;
+  config.verbs.queue_pairs = options.num_qp;
+  config.verbs.gid_index = options.gid_index;
   config.rails = options.num_rails;
   return config;
 }

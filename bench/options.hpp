@@ -21,6 +21,9 @@ struct FlagValues {
   std::string local_endpoint;
   std::string remote_endpoint;
   std::string device_name;
+  std::string connect = "bootstrap";
+  std::int64_t num_qp = 2;
+  std::int64_t gid_index = -1;
   std::string transport = "auto";
   std::string op;
   std::string block_size;
@@ -80,6 +83,9 @@ struct BenchOptions {
   std::string remote_endpoint;
   std::string transport;             ///< "auto" or a transport's name
   std::vector<std::string> devices;  ///< RDMA devices to use; empty: every one
+  VerbsConnect connect = VerbsConnect::bootstrap;
+  int num_qp = 2;
+  int gid_index = -1;
   std::vector<BenchOp> ops;
   std::vector<std::uint64_t> block_sizes;
   std::vector<std::uint32_t> batch_sizes;

@@ -26,7 +26,7 @@ configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/kvferryConfig.cmake.in
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/kvferryConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 set(KVFERRY_PC_VERBS)
 if(KVFERRY_HAS_VERBS)
-  set(KVFERRY_PC_VERBS ", libibverbs")
+  set(KVFERRY_PC_VERBS ", libibverbs, librdmacm")
 endif()
 configure_file(${PROJECT_SOURCE_DIR}/cmake/kvferry.pc.in ${PROJECT_BINARY_DIR}/kvferry.pc @ONLY)
 

@@ -1,5 +1,5 @@
 # What can be chosen at configuration, and the flags that all of kvferry's own code gets.
-set(KVFERRY_WITH_VERBS AUTO CACHE STRING "RDMA transport: ON, OFF or AUTO (when this version has it and libibverbs is found)")
+set(KVFERRY_WITH_VERBS AUTO CACHE STRING "RDMA transport: ON, OFF or AUTO (when libibverbs and librdmacm are found)")
 set(KVFERRY_WITH_CUDA AUTO CACHE STRING "GPU transport: ON, OFF or AUTO (when this version has it and nvcc is found)")
 set(KVFERRY_WITH_PYTHON AUTO CACHE STRING "Python bindings: ON, OFF or AUTO (when this version has them and pybind11 is found)")
 set(KVFERRY_SANITIZE "" CACHE STRING "Sanitizers for all code: empty, address (with undefined) or thread")

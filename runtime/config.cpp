@@ -125,6 +125,15 @@ bool parse(std::string_view text, std::vector<std::string>& value) {
   return true;
 }
 
+bool parse(std::string_view text, VerbsConnect& value) {
+  for (const VerbsConnect one : {VerbsConnect::bootstrap, VerbsConnect::rdmacm}) {
+    if (text != to_string(one)) continue;
+    value = one;
+    return true;
+  }
+  return false;
+}
+
 template <class T>
 bool parse_number(std::string_view text, T& value) {
   std::int64_t number = 0;
@@ -135,6 +144,7 @@ bool parse_number(std::string_view text, T& value) {
 }
 
 std::string print(const std::string& value) { return value; }
+std::string print(VerbsConnect value) { return std::string(to_string(value)); }
 std::string print(bool value) { return value ? "on" : "off"; }
 std::string print(const std::vector<std::string>& value) { return fmt::format("{}", fmt::join(value, ",")); }
 
@@ -270,6 +280,10 @@ std::vector<Field> make_fields() {
       "verbs.devices", "KVFERRY_VERBS_DEVICES", "a list of devices such as mlx5_0 or mlx5_0:2",
       [](auto& c) -> auto& { return c.verbs.devices; }, bad_devices,
       "RDMA devices to use, best first, separated by commas. Empty: every active one."));
+  add(words(
+      "verbs.connect", "KVFERRY_VERBS_CONNECT", "bootstrap or rdmacm", [](auto& c) -> auto& { return c.verbs.connect; },
+      anything<VerbsConnect>,
+      "Whether queue pairs are connected over the control connection or by librdmacm. Both engines need the same."));
   add(number(
       "verbs.queue_pairs", "KVFERRY_VERBS_QUEUE_PAIRS", "", 1, 16, [](auto& c) -> auto& { return c.verbs.queue_pairs; },
       "Queue pairs per RDMA rail."));
@@ -353,6 +367,10 @@ Status check_together(const EngineConfig& config) {
 }
 
 }  // namespace
+
+std::string_view to_string(VerbsConnect connect) noexcept {
+  return connect == VerbsConnect::rdmacm ? "rdmacm" : "bootstrap";
+}
 
 Status EngineConfig::apply_environment() {
   for (const Field& field : fields()) {

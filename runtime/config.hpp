@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <kvferry/runtime/status.hpp>
@@ -25,10 +26,20 @@ struct ShmConfig {
   std::uint64_t streaming_bytes = 4 << 20;
 };
 
+/// How the queue pairs of two engines are connected.
+enum class VerbsConnect : std::uint8_t {
+  bootstrap,  ///< their numbers travel over the engines' control connection
+  rdmacm      ///< by librdmacm, which finds the way between two IP addresses
+};
+
+/// How the name of it is written: "bootstrap", "rdmacm".
+std::string_view to_string(VerbsConnect connect) noexcept;
+
 struct VerbsConfig {
   bool enabled = true;
   /// Devices to use, best first, as "mlx5_0" or "mlx5_0:2"; empty: every active one.
   std::vector<std::string> devices = {};
+  VerbsConnect connect = VerbsConnect::bootstrap;
   int queue_pairs = 2;                  ///< for data, per rail, 1-16
   int queue_depth = 256;                ///< requests in flight per queue pair, 16-16384
   std::uint64_t chunk_bytes = 1 << 20;  ///< larger slices are cut into these, 4 KiB - 64 MiB

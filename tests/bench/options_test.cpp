@@ -118,6 +118,14 @@ const WrongFlag wrong_flags[] = {
     {"transport", [](FlagValues& v) { v.transport = "carrier-pigeon"; }},
     {"transport", [](FlagValues& v) { v.transport = "cuda"; }},
     {"device-name", [](FlagValues& v) { v.transport = "tcp", v.device_name = "mlx5_0"; }},
+    {"connect", [](FlagValues& v) { v.connect = "mail"; }},
+    {"connect", [](FlagValues& v) { v.transport = "tcp", v.connect = "rdmacm"; }},
+    {"num-qp", [](FlagValues& v) { v.num_qp = 0; }},
+    {"num-qp", [](FlagValues& v) { v.num_qp = 17; }},
+    {"num-qp", [](FlagValues& v) { v.transport = "shm", v.num_qp = 4; }},
+    {"gid-index", [](FlagValues& v) { v.gid_index = -2; }},
+    {"gid-index", [](FlagValues& v) { v.gid_index = 1024; }},
+    {"gid-index", [](FlagValues& v) { v.transport = "tcp", v.gid_index = 0; }},
     {"floor", [](FlagValues& v) { v.transport = "verbs", v.floor = true; }},
     {"memory", [](FlagValues& v) { v.memory = "cuda"; }},
     {"block-size", [](FlagValues& v) { v.block_size = "4K,big"; }},
@@ -182,6 +190,22 @@ TEST(Options, TheEngineIsTold) {
   EXPECT_EQ(config.transports, std::vector<std::string>{"tcp"});
   EXPECT_EQ(config.rails, 3);
   EXPECT_TRUE(make_engine_config(*make_options({})).transports.empty());
+}
+
+TEST(Options, TheEngineIsToldOfQueuePairs) {
+  FlagValues values;
+  values.transport = "verbs";
+  values.connect = "rdmacm";
+  values.num_qp = 5;
+  values.gid_index = 0;
+  const EngineConfig config = make_engine_config(*make_options(values));
+  EXPECT_EQ(config.verbs.connect, VerbsConnect::rdmacm);
+  EXPECT_EQ(config.verbs.queue_pairs, 5);
+  EXPECT_EQ(config.verbs.gid_index, 0);
+  const VerbsConfig plain = make_engine_config(*make_options({})).verbs;
+  EXPECT_EQ(plain.connect, VerbsConfig().connect);
+  EXPECT_EQ(plain.queue_pairs, VerbsConfig().queue_pairs);
+  EXPECT_EQ(plain.gid_index, VerbsConfig().gid_index);
 }
 
 TEST(Models, BytesPerTokenAreThePublishedOnes) {

@@ -72,6 +72,7 @@ TEST_F(Config, EveryVariableSetsItsField) {
       {"KVFERRY_SHM_CHUNK_BYTES", {"8192", [](auto& c) { return c.shm.chunk_bytes == 8192; }}},
       {"KVFERRY_SHM_STREAMING_BYTES", {"0", [](auto& c) { return c.shm.streaming_bytes == 0; }}},
       {"KVFERRY_VERBS", {"off", [](auto& c) { return !c.verbs.enabled; }}},
+      {"KVFERRY_VERBS_CONNECT", {"rdmacm", [](auto& c) { return c.verbs.connect == VerbsConnect::rdmacm; }}},
       {"KVFERRY_VERBS_DEVICES",
        {"mlx5_1,mlx5_0:2",
         [](auto& c) {

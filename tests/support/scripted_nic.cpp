@@ -113,6 +113,16 @@ ScriptedNic::ScriptedNic(std::vector<NicDevice> devices) {
       if (port.gids.empty()) port.gids.push_back(loopback_gid());
     devices_.push_back(std::move(device));
   }
+  std::vector<CmPlace> places;
+  for (const auto& device : devices_) {
+    std::strncpy(device->handle.name, device->facts.name.c_str(), sizeof device->handle.name - 1);
+    for (std::size_t i = 0; i < device->facts.ports.size(); ++i) {
+      CmPlace place{&device->handle, static_cast<std::uint8_t>(i + 1), {}};
+      for (const ibv_gid_entry& entry : device->facts.ports[i].gids) place.addresses.push_back(entry.gid);
+      places.push_back(std::move(place));
+    }
+  }
+  cm_ = std::make_unique<ScriptedCm>(std::move(places));
 }
 
 ScriptedNic::~ScriptedNic() = default;

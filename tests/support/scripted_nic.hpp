@@ -15,6 +15,8 @@
 
 #include <kvferry/transports/verbs/api.hpp>
 
+#include "tests/support/scripted_cm.hpp"
+
 namespace kvferry::test {
 
 /// How a device looks. Ports are numbered from 1.
@@ -114,6 +116,7 @@ class ScriptedNic final : public verbs::Api {
   int destroy_qp(ibv_qp* pair) override;
   int modify_qp(ibv_qp* pair, ibv_qp_attr* attributes, int mask) override;
   int post_send(ibv_qp* pair, ibv_send_wr* request, ibv_send_wr** bad) override;
+  ScriptedCm& cm() override { return *cm_; }
 
  private:
   struct Device;
@@ -152,6 +155,7 @@ class ScriptedNic final : public verbs::Api {
   bool hung_ = false;
   Counts counts_;
   std::vector<std::string> broken_;
+  std::unique_ptr<ScriptedCm> cm_;
 };
 
 }  // namespace kvferry::test

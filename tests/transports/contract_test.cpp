@@ -822,6 +822,13 @@ std::shared_ptr<Transport> scripted_verbs(VerbsConfig config, NicDevice device) 
 
 std::shared_ptr<Transport> roomy_verbs() { return scripted_verbs({}, {.name = "roomy"}); }
 
+/// The same, connected through a scripted librdmacm.
+std::shared_ptr<Transport> called_verbs() {
+  VerbsConfig config;
+  config.connect = VerbsConnect::rdmacm;
+  return scripted_verbs(config, {.name = "called"});
+}
+
 /// Sixteen requests in flight, short messages, small registrations: everything has to be cut.
 std::shared_ptr<Transport> narrow_verbs() {
   VerbsConfig config;
@@ -842,12 +849,14 @@ const std::vector<ContractParam> transports_under_test {
       {"shm_foreign", [] { return make_shm_transport({}, shm::Options{.map_regions = false}); }},
 #if KVFERRY_HAS_VERBS
       {"verbs", roomy_verbs, {}, false, false}, {"verbs_narrow", narrow_verbs, {}, false},
+      {"verbs_rdmacm", called_verbs, {}, false, false},
 #endif
 };
 
 #if KVFERRY_HAS_VERBS
-std::shared_ptr<Transport> verbs_on(const std::string& device) {
+std::shared_ptr<Transport> verbs_on(const std::string& device, VerbsConnect connect) {
   VerbsConfig config;
+  config.connect = connect;
   config.devices = {device};
   auto transport = make_verbs_transport(config);
   if (!transport) throw StatusError(transport.status());
@@ -862,7 +871,15 @@ std::vector<ContractParam> real_devices() {
   if (comma == std::string::npos) return {};
   const std::string first = names.substr(0, comma);
   const std::string second = names.substr(comma + 1);
-  return {{"rdma", [first] { return verbs_on(first); }, [second] { return verbs_on(second); }, false, false, true}};
+  const auto connected = [&](std::string name, VerbsConnect connect) {
+    return ContractParam{std::move(name),
+                         [first, connect] { return verbs_on(first, connect); },
+                         [second, connect] { return verbs_on(second, connect); },
+                         false,
+                         false,
+                         true};
+  };
+  return {connected("rdma", VerbsConnect::bootstrap), connected("rdmacm", VerbsConnect::rdmacm)};
 }
 #endif
 

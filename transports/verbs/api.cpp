@@ -66,6 +66,7 @@ class SystemApi final : public Api {
   int post_send(ibv_qp* pair, ibv_send_wr* request, ibv_send_wr** bad) override {
     return ::ibv_post_send(pair, request, bad);
   }
+  CmApi& cm() override { return system_cm_api(); }
 };
 
 }  // namespace

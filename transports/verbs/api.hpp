@@ -7,6 +7,8 @@
 
 #include <infiniband/verbs.h>
 
+#include <kvferry/transports/verbs/cm_api.hpp>
+
 namespace kvferry::verbs {
 
 /// Every function means what its manual page says of ibv_<name>; errno is set where libibverbs sets it.
@@ -54,6 +56,9 @@ class Api {
   virtual int destroy_qp(ibv_qp* pair) = 0;
   virtual int modify_qp(ibv_qp* pair, ibv_qp_attr* attributes, int mask) = 0;
   virtual int post_send(ibv_qp* pair, ibv_send_wr* request, ibv_send_wr** bad) = 0;
+
+  /// The connection manager of the same devices.
+  virtual CmApi& cm() = 0;
 };
 
 /// The system's libibverbs.

@@ -48,6 +48,7 @@ Status Channel::ask() {
   if (!target) return target.status();
   if (Status status = choose(*target); !status) return status;
   if (Status status = make_pairs(); !status) return status;
+  if (parts_.cm) return ask_cm(*target);
   request_.token = spec_.token;
   request_.target_incarnation = spec_.target_incarnation;
   request_.channel = wire_id_;
@@ -150,6 +151,10 @@ void Channel::on_answer(const Result<std::string>& answer) {
   if (Status status = connect(*decoded); !status) return begin_end(status);
   notification_credits_ = decoded->notifications;
   message_credits_ = decoded->messages;
+  begin_proof();
+}
+
+void Channel::begin_proof() {
   if (Status status = prove(); !status) return begin_end(status);
   state_ = State::proving;
 }
@@ -178,8 +183,7 @@ Status Channel::connect(const ConnectAnswer& answer) {
   route_.reads_served = 0;
   for (std::size_t i = 0; i < answer.pairs.size(); ++i) {
     route_.peer = answer.pairs[i];
-    SendQueue& sends = i < data_.size() ? *data_[i].sends : *messages_;
-    if (Status status = sends.pair().connect(route_, parts_.config); !status) return status;
+    if (Status status = pair_at(i).pair().connect(route_, parts_.config); !status) return status;
   }
   return {};
 }
@@ -531,6 +535,7 @@ void Channel::begin_end(const Status& why) {
   state_ = State::ending;
   why_ = why;
   fence_by_ = Clock::now() + parts_.context.fence_limit;
+  cm_ids_.clear();
   for (DataQueue& queue : data_) queue.sends->pair().fail();
   if (messages_) messages_->pair().fail();
   if (asked_)

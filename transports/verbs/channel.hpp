@@ -18,7 +18,7 @@ namespace kvferry::verbs {
 
 inline constexpr std::uint32_t most_channel_items = 64;
 
-class Channel final : public PairOwner {
+class Channel final : public PairOwner, public CmOwner {
  public:
   Channel(ChannelId id, const ChannelSpec& spec, PortParts& parts);
   ~Channel() override;
@@ -41,6 +41,7 @@ class Channel final : public PairOwner {
   TimePoint next_wakeup() const noexcept;
 
   void on_sent(SendQueue& queue, const ibv_wc& completion) override;
+  void on_cm_event(CmId& id, const CmEvent& event) override;
   /// The target's engine has taken what had this number.
   void on_accepted(std::uint32_t number);
 
@@ -68,7 +69,17 @@ class Channel final : public PairOwner {
   Status choose(const PortAddress& target);
   Status make_pairs();
   Status connect(const ConnectAnswer& answer);
+  void begin_proof();
   Status prove();
+  SendQueue& pair_at(std::size_t index) { return index < data_.size() ? *data_[index].sends : *messages_; }
+
+  // ---- connecting through librdmacm
+  Status ask_cm(const PortAddress& target);
+  Status resolve(CmId& id);
+  Status go_on(CmId& id, const CmEvent& event);
+  std::string cm_peer() const;
+  Status call(CmId& id);
+  Status join(CmId& id, const CmEvent& event);
   static bool post_empty(SendQueue& sends);
 
   // ---- posting
@@ -103,6 +114,9 @@ class Channel final : public PairOwner {
   std::uint32_t peer_index_ = 0;
   ConnectRequest request_;
   PairRoute route_;
+  std::vector<std::unique_ptr<CmId>> cm_ids_;  ///< of the queue pairs, in their order
+  std::uint16_t cm_port_ = 0;                  ///< of the target
+  std::size_t joined_ = 0;                     ///< of the queue pairs, through librdmacm
   std::vector<DataQueue> data_;
   std::unique_ptr<SendQueue> messages_;
   std::uint32_t reserved_ = 0;  ///< entries of the completion queue

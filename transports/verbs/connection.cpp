@@ -23,6 +23,7 @@ std::uint32_t random_psn() {
 }
 
 ibv_ah_attr way_to(const PairRoute& route, std::uint8_t port, const VerbsConfig& config) {
+  if (route.resolved) return route.resolved->way;
   ibv_ah_attr way{};
   way.port_num = port;
   way.dlid = route.lid;
@@ -121,7 +122,7 @@ Status QueuePair::to_send(const PairRoute& route, const VerbsConfig& config) {
   attributes.timeout = static_cast<std::uint8_t>(config.timeout);
   attributes.retry_cnt = static_cast<std::uint8_t>(config.retries);
   attributes.rnr_retry = receiver_not_ready_retries;
-  attributes.sq_psn = psn_;
+  attributes.sq_psn = route.resolved ? route.resolved->psn : psn_;
   attributes.max_rd_atomic = static_cast<std::uint8_t>(route.reads_out);
   return modify(
       attributes,

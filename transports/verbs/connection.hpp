@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include <kvferry/runtime/config.hpp>
 #include <kvferry/runtime/status.hpp>
@@ -18,6 +19,12 @@ struct PairSpec {
   std::uint32_t depth = 0;  ///< requests in flight
 };
 
+/// The way that librdmacm has found.
+struct ResolvedWay {
+  ibv_ah_attr way{};
+  std::uint32_t psn = 0;  ///< first of our own packets, as it told the peer
+};
+
 /// Where a queue pair is to lead.
 struct PairRoute {
   PairAddress peer;
@@ -25,9 +32,10 @@ struct PairRoute {
   RawGid gid{};                 ///< of the peer
   std::uint32_t gid_index = 0;  ///< of our own port
   bool global = false;
-  std::uint32_t mtu = 0;           ///< bytes
-  std::uint32_t reads_out = 0;     ///< reads of ours in flight
-  std::uint32_t reads_served = 0;  ///< reads of the peer's in flight
+  std::uint32_t mtu = 0;                     ///< bytes
+  std::uint32_t reads_out = 0;               ///< reads of ours in flight
+  std::uint32_t reads_served = 0;            ///< reads of the peer's in flight
+  std::optional<ResolvedWay> resolved = {};  ///< stands for lid, gid and global
 };
 
 /// One reliable connection. Destroying it ends it for the device too: nothing moves afterwards.

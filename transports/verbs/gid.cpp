@@ -44,6 +44,7 @@ std::optional<InterfaceAddress> address_of(const ifaddrs& entry) {
     std::memcpy(&mask, entry.ifa_netmask, sizeof mask);
     std::memcpy(made.address.data(), &address.sin6_addr, 16);
     made.prefix_bits = bits_in(mask.sin6_addr.s6_addr, 16);
+    made.scope = address.sin6_scope_id;
     return made;
   }
   return std::nullopt;

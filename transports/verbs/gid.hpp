@@ -32,6 +32,7 @@ GidFamily family_of(const RawGid& raw) noexcept;
 struct InterfaceAddress {
   RawGid address{};
   std::uint8_t prefix_bits = 0;  ///< counted in the 128 bits
+  std::uint32_t scope = 0;       ///< of a link-local address: its interface
 };
 std::vector<InterfaceAddress> interface_addresses();
 

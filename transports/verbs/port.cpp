@@ -19,8 +19,9 @@ constexpr std::uint32_t polls_per_look = 1024;  // at the device's state, which 
 // Rests while the device refuses for want of memory.
 constexpr auto shortage_rest = std::chrono::microseconds(100);
 
-std::string address_of(const std::vector<Device>& devices) {
+std::string address_of(const std::vector<Device>& devices, std::uint16_t cm_port) {
   PortAddress address;
+  address.cm_port = cm_port;
   address.port = random_number();
   for (const Device& device : devices)
     address.devices.push_back(
@@ -39,7 +40,6 @@ Result<std::unique_ptr<Port>> VerbsPort::open(const VerbsConfig& config, const s
 }
 
 Status VerbsPort::start() {
-  address_ = address_of(parts_.devices);
   epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
   if (epoll_ < 0) return {Errc::resource_exhausted, fmt::format("verbs: epoll_create1: {}", std::strerror(errno))};
   for (std::size_t i = 0; i < parts_.devices.size(); ++i) {
@@ -49,7 +49,17 @@ Status VerbsPort::start() {
     if (Status status = watch(parts_.devices[i].context->event_fd()); !status) return status;
     parts_.sides.push_back(std::move(*side));
   }
+  if (parts_.config.connect == VerbsConnect::rdmacm)
+    if (Status status = start_cm(); !status) return status;
+  address_ = address_of(parts_.devices, parts_.cm ? parts_.cm->port() : std::uint16_t{0});
   return {};
+}
+
+Status VerbsPort::start_cm() {
+  auto cm = CmEvents::create(parts_.devices.front(), server_);
+  if (!cm) return cm.status();
+  parts_.cm = std::move(*cm);
+  return watch(parts_.cm->event_fd());
 }
 
 Status VerbsPort::watch(int fd) {
@@ -135,6 +145,8 @@ std::size_t VerbsPort::poll(std::span<Completion> completions) {
       channel->pump();
       channel->probe();
     }
+  // Reading them is a system call.
+  if (parts_.cm && (look || changing_ > 0) && parts_.cm->poll()) changing_ = std::max<std::size_t>(changing_, 1);
   server_.tick();
   if (changing_ > 0) tick_channels();
   hand_over_requests();

@@ -40,6 +40,7 @@ class VerbsPort final : public Port {
             const PortContext& context, PortEvents& events)
       : parts_(config, devices, registrations, context, events), server_(parts_) {}
   Status start();
+  Status start_cm();
   Status watch(int fd);
 
   Channel* find(ChannelId id);

@@ -11,6 +11,7 @@
 #include <kvferry/runtime/config.hpp>
 #include <kvferry/transports/completion_list.hpp>
 #include <kvferry/transports/transport.hpp>
+#include <kvferry/transports/verbs/cm.hpp>
 #include <kvferry/transports/verbs/device_side.hpp>
 #include <kvferry/transports/verbs/registration.hpp>
 #include <kvferry/transports/verbs/send_queue.hpp>
@@ -41,6 +42,7 @@ struct PortParts {
   const PortContext context;
   PortEvents& events;
   std::vector<std::unique_ptr<DeviceSide>> sides;
+  std::unique_ptr<CmEvents> cm;  ///< where VerbsConfig::connect is rdmacm
   std::unordered_map<std::uint32_t, std::pair<SendQueue*, PairOwner*>> owners;
   CompletionList finished;
   std::vector<std::pair<ChannelId, std::string>> exchanges;  ///< to be handed to events

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <kvferry/runtime/log.hpp>
 #include <kvferry/transports/verbs/server.hpp>
 
 namespace kvferry::verbs {
@@ -17,6 +18,7 @@ constexpr std::size_t most_served = 16384;
 // ---------------------------------------------------------------- Served
 
 Served::~Served() {
+  cm_ids_.clear();
   for (const auto& pair : pairs_) {
     if (pair->in_flight() > 0)
       pair->retire(pair->newest(), [this](const Posted& posted, bool) { side_->give_back(posted); });
@@ -28,18 +30,17 @@ Served::~Served() {
     for (const Arrival& arrival : *waiting) arrival.from->post(arrival.buffer);
 }
 
-Status Served::connect(const ConnectRequest& request, ConnectAnswer& answer) {
+Status Served::prepare(const ConnectRequest& request) {
   side_ = parts_.sides[request.device].get();
   const Device& device = side_->device;
-  PairRoute route;
-  route.lid = request.lid;
-  route.gid = request.gid;
-  route.gid_index = request.gid_index;
-  route.global = request.global;
-  route.mtu = std::min(request.mtu, device.mtu);
+  route_.lid = request.lid;
+  route_.gid = request.gid;
+  route_.gid_index = request.gid_index;
+  route_.global = request.global;
+  route_.mtu = std::min(request.mtu, device.mtu);
   const auto served = static_cast<std::uint32_t>(std::clamp(device.context->limits().max_qp_rd_atom, 1, 16));
-  route.reads_served = std::clamp(request.read_depth, 1u, served);
-  route.reads_out = 0;
+  route_.reads_served = std::clamp(request.read_depth, 1u, served);
+  route_.reads_out = 0;
   const std::uint32_t entries = answer_depth * static_cast<std::uint32_t>(request.pairs.size());
   if (!side_->completions->reserve(entries))
     return {Errc::resource_exhausted,
@@ -55,14 +56,31 @@ Status Served::connect(const ConnectRequest& request, ConnectAnswer& answer) {
     if (!pair) return pair.status();
     pairs_.push_back(std::make_unique<SendQueue>(std::move(*pair), device.context->api(), parts_.new_slot()));
     parts_.watch(*pairs_.back(), *this);
-    route.peer = request.pairs[i];
-    if (Status status = pairs_.back()->pair().connect(route, parts_.config); !status) return status;
-    answer.pairs.push_back(pairs_.back()->pair().address());
   }
-  answer.mtu = route.mtu;
-  answer.read_depth = route.reads_served;
-  answer.notifications = notification_credits;
-  answer.messages = message_credits;
+  return {};
+}
+
+Result<ConnectAnswer> Served::connect(const ConnectRequest& request) {
+  ConnectAnswer answer{route_.mtu, route_.reads_served, notification_credits, message_credits, {}};
+  for (std::size_t i = 0; i < pairs_.size(); ++i) {
+    route_.peer = request.pairs[i];
+    if (Status status = pairs_[i]->pair().connect(route_, parts_.config); !status) return status;
+    answer.pairs.push_back(pairs_[i]->pair().address());
+  }
+  return answer;
+}
+
+Status Served::accept(std::unique_ptr<CmId>& id, std::uint32_t index) {
+  if (index >= pairs_.size() || cm_ids_.contains(index))
+    return {Errc::malformed, fmt::format("verbs: queue pair {} of the channel is connected already, or none", index)};
+  QueuePair& pair = pairs_[index]->pair();
+  PairRoute route = route_;
+  if (Status status = id->complete(route); !status) return status;
+  if (Status status = pair.connect(route, parts_.config); !status) return status;
+  const CmReply reply{route.mtu, route.reads_served, notification_credits, message_credits};
+  if (Status status = id->accept(pair, route.reads_served, encode(reply)); !status) return status;
+  id->set_tag(wire_id_);
+  cm_ids_.emplace(index, std::move(id));
   return {};
 }
 
@@ -141,12 +159,18 @@ Result<std::string> Server::serve(std::string_view request) {
     remove(close->channel);
     return std::string();
   }
-  const auto connect_request = decode_connect_request(request);
-  if (!connect_request) return connect_request.status();
-  return connect(*connect_request);
+  const auto asked = decode_connect_request(request);
+  if (!asked) return asked.status();
+  const auto served = admit(*asked);
+  if (!served) return served.status();
+  const auto answer = (*served)->connect(*asked);
+  if (answer) return encode(*answer);
+  remove(asked->channel);
+  return answer.status();
 }
 
-Result<std::string> Server::connect(const ConnectRequest& request) {
+/// Makes a channel for whoever may have one.
+Result<Served*> Server::admit(const ConnectRequest& request) {
   if (request.target_incarnation != parts_.context.incarnation)
     return {Errc::stale_peer, fmt::format("verbs: the engine has restarted: life {:016x} was meant, this is {:016x}",
                                           request.target_incarnation, parts_.context.incarnation)};
@@ -159,11 +183,58 @@ Result<std::string> Server::connect(const ConnectRequest& request) {
     return {Errc::resource_exhausted, fmt::format("verbs: {} channels are served already", most_served)};
   if (channels_.contains(request.channel)) return {Errc::malformed, "verbs: the channel exists already"};
   auto served = std::make_unique<Served>(*session, request.channel, parts_);
-  ConnectAnswer answer;
-  if (Status status = served->connect(request, answer); !status) return status;
-  channels_.emplace(request.channel, std::move(served));
-  return encode(answer);
+  if (Status status = served->prepare(request); !status) return status;
+  return channels_.emplace(request.channel, std::move(served)).first->second.get();
 }
+
+// ---------------------------------------------------------------- through librdmacm
+
+void Server::on_cm_request(std::unique_ptr<CmId> id, const CmEvent& event) {
+  if (Status status = accept(id, event); !status) {
+    log(LogLevel::info, fmt::format("verbs: a connection through librdmacm is refused: {}", status.text()));
+    id->reject(encode_refusal(status));
+  }
+}
+
+Status Server::accept(std::unique_ptr<CmId>& id, const CmEvent& event) {
+  const auto call = decode_call(event.private_data());
+  if (!call) return call.status();
+  const auto served = served_by(*id, *call);
+  if (!served) return served.status();
+  const Status status = (*served)->accept(id, call->index);
+  if (!status && !(*served)->called()) remove(call->channel);
+  return status;
+}
+
+/// The channel that the call belongs to. The first of a channel's calls makes it.
+Result<Served*> Server::served_by(const CmId& id, const CmCall& call) {
+  const auto side =
+      std::find_if(parts_.sides.begin(), parts_.sides.end(), [&](const auto& one) { return id.is_on(one->device); });
+  if (side == parts_.sides.end())
+    return {Errc::no_path, fmt::format("verbs: the peer does not use {}, where the request arrived", id.place())};
+  const auto found = channels_.find(call.channel);
+  if (found != channels_.end()) {
+    const auto session = parts_.events.authorize(call.token);
+    if (session && *session == found->second->session() && found->second->side() == side->get())
+      return found->second.get();
+    return {Errc::access_denied, "verbs: the channel is another engine's, or on another device"};
+  }
+  ConnectRequest request;
+  request.token = call.token;
+  request.target_incarnation = call.target_incarnation;
+  request.channel = call.channel;
+  request.device = (*side)->index;
+  request.mtu = call.mtu;
+  request.read_depth = call.read_depth;
+  request.pairs.resize(call.pairs);
+  return admit(request);
+}
+
+void Server::on_cm_event(CmId& id, const CmEvent& event) {
+  if (ends_connection(event.type)) remove(id.tag());
+}
+
+// ---------------------------------------------------------------- arrivals
 
 void Server::on_arrival(ReceiveQueue& from, std::uint32_t buffer, const Head& head) {
   const auto found = channels_.find(head.channel);

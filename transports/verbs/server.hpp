@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <kvferry/transports/transport.hpp>
+#include <kvferry/transports/verbs/cm_wire.hpp>
 #include <kvferry/transports/verbs/port_parts.hpp>
 #include <kvferry/transports/verbs/wire.hpp>
 
@@ -28,7 +29,13 @@ class Served final : public PairOwner {
       : session_(session), wire_id_(wire_id), parts_(parts) {}
   ~Served() override;
 
-  Status connect(const ConnectRequest& request, ConnectAnswer& answer);
+  /// Makes the queue pairs that the request asks for, none of them connected.
+  Status prepare(const ConnectRequest& request);
+  /// Connects all of them as the request says.
+  Result<ConnectAnswer> connect(const ConnectRequest& request);
+  /// Connects one of them with the caller's. The id stays the caller's after an error.
+  Status accept(std::unique_ptr<CmId>& id, std::uint32_t index);
+  bool called() const noexcept { return !cm_ids_.empty(); }
   /// A message or notification has arrived in a buffer of `from`. It goes back when the engine has it.
   void on_arrival(ReceiveQueue& from, std::uint32_t buffer, const Head& head);
   void on_sent(SendQueue& queue, const ibv_wc& completion) override;
@@ -55,7 +62,9 @@ class Served final : public PairOwner {
   const std::uint64_t wire_id_;
   PortParts& parts_;
   DeviceSide* side_ = nullptr;
+  PairRoute route_;
   std::vector<std::unique_ptr<SendQueue>> pairs_;
+  std::unordered_map<std::uint32_t, std::unique_ptr<CmId>> cm_ids_;  ///< by place of the queue pair
   std::uint32_t reserved_ = 0;
   std::deque<Arrival> notifications_;
   std::deque<Arrival> messages_;
@@ -64,20 +73,24 @@ class Served final : public PairOwner {
   bool broken_ = false;
 };
 
-class Server {
+class Server final : public CmListener {
  public:
   explicit Server(PortParts& parts) : parts_(parts) {}
 
   Result<std::string> serve(std::string_view request);
   /// Something for one of the channels has arrived in a buffer of `from`.
   void on_arrival(ReceiveQueue& from, std::uint32_t buffer, const Head& head);
+  void on_cm_request(std::unique_ptr<CmId> id, const CmEvent& event) override;
+  void on_cm_event(CmId& id, const CmEvent& event) override;
   void drop_session(SessionId session);
   void tick();
   bool stalled() const;
   bool runnable() const;
 
  private:
-  Result<std::string> connect(const ConnectRequest& request);
+  Result<Served*> admit(const ConnectRequest& request);
+  Status accept(std::unique_ptr<CmId>& id, const CmEvent& event);
+  Result<Served*> served_by(const CmId& id, const CmCall& call);
   void remove(std::uint64_t wire_id);
 
   PortParts& parts_;

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <msgpack.hpp>
 
+#include <kvferry/transports/verbs/little_endian.hpp>
 #include <kvferry/transports/verbs/registration.hpp>
 #include <kvferry/transports/verbs/wire.hpp>
 
@@ -12,7 +13,6 @@ namespace {
 
 constexpr std::size_t most_devices = 64;
 constexpr std::size_t most_gids = 1024;
-constexpr std::size_t most_pairs = 64;
 constexpr std::size_t most_name = 256;
 
 enum class Kind : std::uint8_t { port = 1, connect = 2, connected = 3, close = 4 };
@@ -81,15 +81,17 @@ std::string encode(const PortAddress& address) {
                         gid.prefix_bits);
     devices.emplace_back(device.name, device.ethernet, device.lid, device.mtu, std::move(gids));
   }
-  return pack(Kind::port, address.port, devices);
+  return pack(Kind::port, address.port, devices, address.cm_port);
 }
 
 Result<PortAddress> decode_port_address(std::string_view bytes) {
-  return unpack<std::uint64_t, std::vector<DeviceFields>>(
-      bytes, Kind::port, [](std::uint64_t port, const std::vector<DeviceFields>& devices) -> Result<PortAddress> {
+  return unpack<std::uint64_t, std::vector<DeviceFields>, std::uint16_t>(
+      bytes, Kind::port,
+      [](std::uint64_t port, const std::vector<DeviceFields>& devices, std::uint16_t cm_port) -> Result<PortAddress> {
         if (devices.empty() || devices.size() > most_devices) return malformed("no device, or too many");
         PortAddress made;
         made.port = port;
+        made.cm_port = cm_port;
         for (const auto& [name, ethernet, lid, mtu, gids] : devices) {
           DeviceAddress device{name, ethernet, lid, mtu, {}};
           for (const auto& [raw, index, type, prefix] : gids) {
@@ -203,20 +205,6 @@ Result<std::vector<RegionKeys>> decode_keys(std::string_view bytes) {
 }
 
 // ---------------------------------------------------------------- heads
-
-namespace {
-
-template <class T>
-void put(std::byte*& to, T value) noexcept {
-  for (std::size_t i = 0; i < sizeof(T); ++i) *to++ = static_cast<std::byte>(value >> (8 * i));
-}
-template <class T>
-void get(const std::byte*& from, T& value) noexcept {
-  value = 0;
-  for (std::size_t i = 0; i < sizeof(T); ++i) value |= static_cast<T>(static_cast<T>(*from++) << (8 * i));
-}
-
-}  // namespace
 
 void encode_head(const Head& head, std::byte* to) noexcept {
   put(to, static_cast<std::uint32_t>(head.kind));

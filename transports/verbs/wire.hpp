@@ -16,6 +16,9 @@
 
 namespace kvferry::verbs {
 
+/// Most queue pairs of a channel.
+inline constexpr std::size_t most_pairs = 64;
+
 /// Names a port or a channel: nobody else has it, and nobody guesses it.
 std::uint64_t random_number();
 
@@ -31,6 +34,7 @@ struct DeviceAddress {
 struct PortAddress {
   std::uint64_t port = 0;  ///< random: tells ports of one engine apart
   std::vector<DeviceAddress> devices;
+  std::uint16_t cm_port = 0;  ///< where it listens through librdmacm, on the addresses of all devices; 0: it does not
 };
 
 /// How to reach a queue pair.
