@@ -78,6 +78,7 @@ struct ScriptedNic::Pair {
   std::uint32_t peer = 0;
   std::uint32_t expected_psn = 0;
   std::uint32_t psn = 0;
+  ibv_mtu mtu = IBV_MTU_256;
   unsigned access = 0;
   std::uint8_t reads_out = 0;
   std::deque<Request> queue;
@@ -558,6 +559,7 @@ int ScriptedNic::modify_qp(ibv_qp* handle, ibv_qp_attr* attributes, int mask) {
     if (port.ethernet && attributes->ah_attr.is_global == 0) return EINVAL;
     pair.peer = attributes->dest_qp_num;
     pair.expected_psn = attributes->rq_psn;
+    pair.mtu = attributes->path_mtu;
   } else if (from == IBV_QPS_RTR && to == IBV_QPS_RTS) {
     if (!needs(IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
                IBV_QP_MAX_QP_RD_ATOMIC))
@@ -660,6 +662,7 @@ ibv_wc_status ScriptedNic::carry_out(Pair& pair, Request& request, bool& wait) {
       peer->second->device->lost || peer->second->expected_psn != pair.psn ||
       peer->second->device->facts.ports[peer->second->port - 1u].state != IBV_PORT_ACTIVE)
     return IBV_WC_RETRY_EXC_ERR;
+  if (peer->second->mtu != pair.mtu) breaks("the two ends of a connection differ in their path MTU");
   if (request.request.opcode == IBV_WR_SEND) return deliver(*peer->second, request, wait);
   return move(pair, *peer->second, request);
 }

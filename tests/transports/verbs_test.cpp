@@ -512,5 +512,121 @@ TEST_F(VerbsTest, SleepingIsSafe) {
   EXPECT_TRUE(initiator->completions.contains(work.cookie));
 }
 
+// ---------------------------------------------------------------- peers that are not alike
+
+/// Some of a network's devices, and what else a side has of its own.
+VerbsConfig using_devices(std::vector<std::string> names, int queue_pairs = 2) {
+  VerbsConfig config;
+  config.devices = std::move(names);
+  config.queue_pairs = queue_pairs;
+  return config;
+}
+
+TEST_F(VerbsTest, PeersMayDifferInQueuePairsAndMtu) {
+  NicDevice narrow = device("narrow");
+  narrow.ports[0].mtu = IBV_MTU_1024;
+  for (const bool narrow_target : {true, false}) {
+    nic = std::make_unique<ScriptedNic>(std::vector{device("wide"), narrow});
+    const VerbsConfig wide = using_devices({"wide"}, 5);
+    const VerbsConfig other = using_devices({"narrow"}, 1);
+    start_sides(narrow_target ? other : wide, narrow_target ? wide : other);
+    regions(64 * kib);
+    const ChannelId channel = open();
+    ASSERT_NE(channel, 0u);
+    EXPECT_EQ(nic->counts().pairs, narrow_target ? 12u : 4u) << "as many as the initiator wants, on both sides";
+    const auto slices = scattered(16, 4 * kib);
+    const WorkItem work = item(Op::read, slices);
+    ASSERT_TRUE(carry_out(channel, std::span(&work, 1)));
+    EXPECT_EQ(wrong(slices), 0u);
+    TearDown();  // where the nic says whether the path MTUs differed
+  }
+}
+
+TEST_F(VerbsTest, PeersMayDifferInTheirDevices) {
+  const std::vector<std::string> two = {"a", "b"};
+  for (const bool more_here : {true, false}) {
+    nic = std::make_unique<ScriptedNic>(std::vector{device("a"), device("b"), device("c")});
+    start_sides(using_devices(more_here ? std::vector<std::string>{"c"} : two),
+                using_devices(more_here ? two : std::vector<std::string>{"c"}));
+    regions(64 * kib);
+    const auto slices = scattered(16, 4 * kib);
+    for (const std::uint32_t rail : {0u, 1u, 2u}) {
+      const ChannelId channel = open(rail);
+      ASSERT_NE(channel, 0u) << rail;
+      std::memset(local->data, 0, local->size);
+      const WorkItem work = item(Op::read, slices);
+      ASSERT_TRUE(carry_out(channel, std::span(&work, 1))) << rail;
+      EXPECT_EQ(wrong(slices), 0u) << rail;
+    }
+    TearDown();
+  }
+}
+
+TEST_F(VerbsTest, ATargetThatIsKilledInAReadEndsItAndMemoryIsQuiet) {
+  start({device("a")});
+  regions(256 * kib);
+  const ChannelId channel = open();
+  const auto slices = scattered(64, 4 * kib);
+  std::vector<WorkItem> items;
+  for (const Slice& slice : slices) items.push_back(item(Op::read, {&slice, 1}));
+  nic->hold_requests(true);
+  ASSERT_EQ(initiator->port->post(channel, items), items.size());
+  target.reset();
+  nic->hold_requests(false);
+  ASSERT_TRUE(step_until([&] { return initiator->events.down.contains(channel); }));
+  ASSERT_TRUE(step_until([&] {
+    return std::ranges::all_of(items, [&](const auto& one) { return initiator->completions.contains(one.cookie); });
+  }));
+  for (const WorkItem& one : items) EXPECT_EQ(initiator->completions.at(one.cookie), Errc::channel_error);
+  EXPECT_NE(initiator->events.down.at(channel).text().find("the peer's device does not answer"), std::string_view::npos)
+      << initiator->events.down.at(channel).text();
+  std::memset(local->data, 0x42, local->size);
+  for (int i = 0; i < 50; ++i) step();
+  EXPECT_TRUE(std::all_of(local->data, local->data + local->size, [](std::byte b) { return b == std::byte{0x42}; }));
+}
+
+TEST_F(VerbsTest, ACompletionAfterTheDeadlineTouchesNothing) {
+  start({device("a")});
+  regions(64 * kib);
+  const ChannelId channel = open();
+  const auto slices = scattered(16, 4 * kib);
+  const WorkItem late = item(Op::read, slices);
+  nic->hold_requests(true);
+  ASSERT_EQ(initiator->port->post(channel, std::span(&late, 1)), 1u);
+  initiator->port->fence(channel, {Errc::timed_out, "the deadline passed"});
+  ASSERT_TRUE(step_until([&] { return initiator->completions.contains(late.cookie); }));
+  EXPECT_EQ(initiator->completions.at(late.cookie), Errc::channel_error);
+  std::memset(local->data, 0x42, local->size);
+  nic->hold_requests(false);
+  for (int i = 0; i < 50; ++i) step();
+  EXPECT_TRUE(std::all_of(local->data, local->data + local->size, [](std::byte b) { return b == std::byte{0x42}; }));
+}
+
+TEST_F(VerbsTest, ASliceOf2GiBAndAByteIsRightToItsEnd) {
+  constexpr std::uint64_t bytes = 2048 * mib + 1;
+  start({device("a")});
+  // Sparse: only what is touched takes memory.
+  local = initiator->add_region("local", bytes);
+  served = target->add_region("served", bytes);
+  remote = target->remote_view(*served);
+  const ChannelId channel = open();
+  const Slice all{0, 0, bytes};
+  const PortLimits limits = initiator->port->limits();
+  std::uint64_t total = 0;
+  std::vector<SliceRange> ranges;
+  for (SliceCursor cursor(std::span(&all, 1)); !cursor.at_end(); total += ranges.back().bytes)
+    ranges.push_back(cursor.next(limits.item_bytes, limits.item_slices, limits.whole_bytes));
+  EXPECT_EQ(total, bytes);
+  for (const std::size_t which : {std::size_t{0}, ranges.size() - 2, ranges.size() - 1}) {
+    const std::uint64_t at = ranges[which].skip;
+    for (std::uint64_t i = 0; i < ranges[which].bytes; ++i) served->data[at + i] = pattern(at + i);
+    WorkItem work = item(Op::read, {});
+    work.slices = ranges[which];
+    ASSERT_TRUE(carry_out(channel, std::span(&work, 1)));
+    EXPECT_EQ(std::memcmp(local->data + at, served->data + at, ranges[which].bytes), 0) << at;
+  }
+  EXPECT_EQ(local->data[bytes - 1], pattern(bytes - 1));
+}
+
 }  // namespace
 }  // namespace kvferry::test

@@ -9,6 +9,7 @@
 
 #include <kvferry/transports/transport.hpp>
 #include <kvferry/transports/verbs/device_side.hpp>
+#include <kvferry/transports/verbs/memlock.hpp>
 #include <kvferry/transports/verbs/wire.hpp>
 
 namespace kvferry::verbs {
@@ -42,8 +43,11 @@ Result<std::unique_ptr<BufferPool>> BufferPool::create(const Device& device, std
   ::madvise(memory, size, MADV_DONTFORK);
   pool->registered_ =
       device.context->api().reg_mr(device.context->domain(), pool->memory_, size, IBV_ACCESS_LOCAL_WRITE);
-  if (pool->registered_ == nullptr)
-    return failed(fmt::format("registering {} bytes of buffers (see ulimit -l)", size), device, errno);
+  if (pool->registered_ == nullptr) {
+    const int error = errno;
+    return {Errc::resource_exhausted, fmt::format("verbs: registering {} bytes of buffers with {}: {}{}", size,
+                                                  device.facts.name(), std::strerror(error), memlock_hint(error))};
+  }
   for (std::uint32_t i = count; i > 0; --i) pool->free_.push_back(i - 1);
   return pool;
 }

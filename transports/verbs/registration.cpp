@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include <fmt/format.h>
-#include <sys/resource.h>
 
+#include <kvferry/transports/verbs/memlock.hpp>
 #include <kvferry/transports/verbs/registration.hpp>
 
 namespace kvferry::verbs {
@@ -13,23 +13,12 @@ namespace {
 // Parts meet at page boundaries, as devices like it.
 constexpr std::uint64_t part_alignment = 2 << 20;
 
-std::string memlock_text() {
-  rlimit limit{};
-  if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "unlimited";
-  return fmt::format("{} KiB", limit.rlim_cur >> 10);
-}
-
 Status registration_failed(const RegionRecord& region, const Device& device, std::uint64_t bytes, int error) {
   const std::string where = fmt::format("verbs: registering {} bytes of region '{}' with {}: {}", bytes, region.name,
                                         device.facts.name(), std::strerror(error));
   if (region.kind == MemoryKind::cuda)
     return {Errc::unsupported, where + "; GPU memory needs the kernel module nvidia-peermem, or dma-buf"};
-  if (error == ENOMEM || error == EAGAIN || error == EPERM)
-    return {Errc::resource_exhausted,
-            fmt::format("{}; registered memory counts against RLIMIT_MEMLOCK, which is {} (ulimit -l; LimitMEMLOCK= in "
-                        "systemd; --ulimit memlock= in containers)",
-                        where, memlock_text())};
-  return {Errc::resource_exhausted, where};
+  return {Errc::resource_exhausted, where + memlock_hint(error)};
 }
 
 unsigned access_for(const RegionRecord& region) {
