@@ -131,6 +131,18 @@ TEST(ChooseDevices, AGidIndexThatIsNotThereIsAnError) {
   EXPECT_TRUE(make_verbs_transport(config, nic));
 }
 
+TEST(ChooseDevices, APortWithNothingButALinkLocalGidIsUsed) {
+  PortFacts port;
+  port.device = "mlx5_0";
+  port.active = true;
+  port.gids = rank_gids({{link_local, 0, GidType::roce_v2}}, {{link_local, 64}});
+  const auto chosen = choose_ports({port}, {});
+  ASSERT_TRUE(chosen) << chosen.status().to_string();
+  ASSERT_EQ(chosen->size(), 1u);
+  const Gid theirs{ipv6(0xfe, 0x80, 2), 3, GidType::roce_v2, 64};
+  EXPECT_EQ(match_gids(chosen->front().gids, {theirs})->second.index, 3u);
+}
+
 TEST(ChooseDevices, OneNameMayMeanOnePort) {
   NicDevice two = device("mlx5_0");
   two.ports.push_back(two.ports[0]);

@@ -146,7 +146,8 @@ std::size_t VerbsPort::poll(std::span<Completion> completions) {
       channel->probe();
     }
   // Reading them is a system call.
-  if (parts_.cm && (look || changing_ > 0) && parts_.cm->poll()) changing_ = std::max<std::size_t>(changing_, 1);
+  const bool look_at_cm = look || changing_ > 0 || server_.connecting();
+  if (parts_.cm && look_at_cm && parts_.cm->poll()) changing_ = std::max<std::size_t>(changing_, 1);
   server_.tick();
   if (changing_ > 0) tick_channels();
   hand_over_requests();

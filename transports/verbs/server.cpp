@@ -202,6 +202,7 @@ Status Server::accept(std::unique_ptr<CmId>& id, const CmEvent& event) {
   const auto served = served_by(*id, *call);
   if (!served) return served.status();
   const Status status = (*served)->accept(id, call->index);
+  if (status) ++half_open_;
   if (!status && !(*served)->called()) remove(call->channel);
   return status;
 }
@@ -231,7 +232,11 @@ Result<Served*> Server::served_by(const CmId& id, const CmCall& call) {
 }
 
 void Server::on_cm_event(CmId& id, const CmEvent& event) {
-  if (ends_connection(event.type)) remove(id.tag());
+  if (ends_connection(event.type)) return remove(id.tag());
+  const auto found = channels_.find(id.tag());
+  if (event.type != RDMA_CM_EVENT_ESTABLISHED || found == channels_.end()) return;
+  found->second->on_established();
+  --half_open_;
 }
 
 // ---------------------------------------------------------------- arrivals
@@ -248,6 +253,7 @@ void Server::remove(std::uint64_t wire_id) {
   const auto found = channels_.find(wire_id);
   if (found == channels_.end()) return;
   std::erase(busy_, found->second.get());
+  half_open_ -= found->second->half_open();
   channels_.erase(found);
 }
 

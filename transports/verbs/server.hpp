@@ -36,6 +36,9 @@ class Served final : public PairOwner {
   /// Connects one of them with the caller's. The id stays the caller's after an error.
   Status accept(std::unique_ptr<CmId>& id, std::uint32_t index);
   bool called() const noexcept { return !cm_ids_.empty(); }
+  void on_established() noexcept { ++established_; }
+  /// Queue pairs that librdmacm has yet to report established.
+  std::size_t half_open() const noexcept { return cm_ids_.size() - established_; }
   /// A message or notification has arrived in a buffer of `from`. It goes back when the engine has it.
   void on_arrival(ReceiveQueue& from, std::uint32_t buffer, const Head& head);
   void on_sent(SendQueue& queue, const ibv_wc& completion) override;
@@ -65,6 +68,7 @@ class Served final : public PairOwner {
   PairRoute route_;
   std::vector<std::unique_ptr<SendQueue>> pairs_;
   std::unordered_map<std::uint32_t, std::unique_ptr<CmId>> cm_ids_;  ///< by place of the queue pair
+  std::size_t established_ = 0;
   std::uint32_t reserved_ = 0;
   std::deque<Arrival> notifications_;
   std::deque<Arrival> messages_;
@@ -86,6 +90,8 @@ class Server final : public CmListener {
   void tick();
   bool stalled() const;
   bool runnable() const;
+  /// Events of librdmacm are soon to come.
+  bool connecting() const noexcept { return half_open_ > 0; }
 
  private:
   Result<Served*> admit(const ConnectRequest& request);
@@ -95,6 +101,7 @@ class Server final : public CmListener {
 
   PortParts& parts_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Served>> channels_;
+  std::size_t half_open_ = 0;  ///< of all channels
   std::vector<Served*> busy_;  ///< those that have something to do without an arrival
 };
 
