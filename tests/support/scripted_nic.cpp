@@ -14,6 +14,7 @@ namespace kvferry::test {
 // ---------------------------------------------------------------- the objects behind the pointers
 
 struct ScriptedNic::Device {
+  std::size_t index = 0;
   NicDevice facts;
   ibv_device handle{};
   std::uint64_t registered = 0;
@@ -37,10 +38,19 @@ struct ScriptedNic::Events {
   std::deque<ibv_cq*> queues;
 };
 
+/// A completion of a request that ended as it was posted.
+struct AtOnce {
+  ibv_wc completion{};
+  std::uint64_t place = 0;
+};
+
 struct ScriptedNic::Queue {
   ibv_cq handle{};
   Events* events = nullptr;
   std::deque<ibv_wc> completions;
+  std::vector<AtOnce> at_once;  ///< ring
+  std::size_t oldest_at_once = 0;
+  std::size_t count_at_once = 0;
   std::size_t entries = 0;
   bool armed = false;
   unsigned unacknowledged = 0;
@@ -110,6 +120,7 @@ ScriptedNic::ScriptedNic(std::vector<NicDevice> devices) {
   for (NicDevice& facts : devices) {
     auto device = std::make_unique<Device>();
     device->facts = std::move(facts);
+    device->index = devices_.size();
     for (NicPort& port : device->facts.ports)
       if (port.gids.empty()) port.gids.push_back(loopback_gid());
     devices_.push_back(std::move(device));
@@ -172,6 +183,40 @@ std::vector<std::string> ScriptedNic::broken_rules() const {
 }
 
 void ScriptedNic::breaks(std::string rule) { broken_.push_back(std::move(rule)); }
+
+// ---------------------------------------------------------------- time
+
+void ScriptedNic::keep_time(const NicSpeed& speed) {
+  const std::lock_guard lock(mutex_);
+  timer_ = std::make_unique<NicTimer>(speed, devices_.size());
+  epoch_ = Clock::now();
+}
+
+void ScriptedNic::advance(std::chrono::nanoseconds by) {
+  const std::lock_guard lock(mutex_);
+  timer_->advance(static_cast<std::uint64_t>(by.count()) * 1000);
+}
+
+TimePoint ScriptedNic::now() const {
+  if (!timer_) return Clock::now();
+  return epoch_ + std::chrono::nanoseconds(timer_->now() / 1000);
+}
+
+void ScriptedNic::note_time(const Pair& pair, const ibv_send_wr& request) {
+  std::uint64_t bytes = 0;
+  for (int i = 0; i < request.num_sge; ++i) bytes += request.sg_list[i].length;
+  const auto peer = pairs_.find(pair.peer);
+  timer_->post(pair.handle.qp_num, pair.device->index,
+               peer == pairs_.end() ? pair.device->index : peer->second->device->index, bytes,
+               request.opcode == IBV_WR_RDMA_READ, pair.reads_out);
+}
+
+/// Whether the pair's oldest request has had the time that it takes, or has been given up.
+bool ScriptedNic::has_come_back(const Pair& pair) {
+  if (!timer_) return true;
+  if (peer_of(pair) == nullptr) return timer_->gives_up(pair.handle.qp_num);
+  return timer_->front_is_due(pair.handle.qp_num);
+}
 
 // ---------------------------------------------------------------- devices
 
@@ -421,6 +466,14 @@ int ScriptedNic::poll_cq(ibv_cq* handle, int most, ibv_wc* completions) {
   if (object<Context>(handle->context).device->lost) return -1;
   run();
   int count = 0;
+  while (count < most && queue.count_at_once > 0) {
+    const AtOnce& one = queue.at_once[queue.oldest_at_once];
+    completions[count++] = one.completion;
+    const auto pair = pairs_.find(one.completion.qp_num);
+    if (pair != pairs_.end()) pair->second->freed = std::max(pair->second->freed, one.place);
+    queue.oldest_at_once = (queue.oldest_at_once + 1) % queue.at_once.size();
+    --queue.count_at_once;
+  }
   while (count < most && !queue.completions.empty()) {
     completions[count] = queue.completions.front();
     queue.completions.pop_front();
@@ -529,6 +582,7 @@ int ScriptedNic::destroy_qp(ibv_qp* handle) {
   const std::lock_guard lock(mutex_);
   auto* pair = &object<Pair>(handle);
   pairs_.erase(pair->handle.qp_num);
+  if (timer_) timer_->forget(pair->handle.qp_num);
   --counts_.pairs;
   delete pair;
   return 0;
@@ -593,6 +647,7 @@ int ScriptedNic::post_send(ibv_qp* handle, ibv_send_wr* request, ibv_send_wr** b
   const std::lock_guard lock(mutex_);
   auto& pair = object<Pair>(handle);
   ++counts_.doorbells;
+  if (at_once_ && pair.queue.empty() && request->opcode != IBV_WR_SEND) return post_at_once(pair, request, bad);
   for (; request != nullptr; request = request->next) {
     if (const auto error = refusal(pair, *request)) {
       *bad = request;
@@ -614,11 +669,35 @@ int ScriptedNic::post_send(ibv_qp* handle, ibv_send_wr* request, ibv_send_wr** b
     }
     made.number = posted_++;
     made.place = ++pair.posted;
+    if (timer_) note_time(pair, *request);
     ++counts_.requests;
     if ((request->send_flags & IBV_SEND_SIGNALED) != 0) ++counts_.signalled;
     pair.queue.push_back(std::move(made));
   }
   if (pair.handle.state == IBV_QPS_ERR && !hung_) flush(pair);
+  return 0;
+}
+
+int ScriptedNic::post_at_once(Pair& pair, ibv_send_wr* request, ibv_send_wr** bad) {
+  Queue& queue = *pair.sends;
+  if (queue.at_once.empty()) queue.at_once.resize(queue.entries);
+  for (; request != nullptr; request = request->next) {
+    if (const auto error = refusal(pair, *request)) {
+      *bad = request;
+      return *error;
+    }
+    ++posted_;
+    ++pair.posted;
+    ++counts_.requests;
+    if ((request->send_flags & IBV_SEND_SIGNALED) == 0) continue;
+    ++counts_.signalled;
+    if (queue.count_at_once == queue.at_once.size()) breaks("a completion queue overflowed");
+    AtOnce& one = queue.at_once[(queue.oldest_at_once + queue.count_at_once++) % queue.at_once.size()];
+    one.place = pair.posted;
+    one.completion = {};
+    one.completion.wr_id = request->wr_id;
+    one.completion.qp_num = pair.handle.qp_num;
+  }
   return 0;
 }
 
@@ -633,7 +712,7 @@ void ScriptedNic::run() {
   }
   for (const auto& [number, pair] : pairs_) {
     if (pair->handle.state == IBV_QPS_ERR) flush(*pair);
-    while (pair->handle.state == IBV_QPS_RTS && !pair->queue.empty() && run_one(*pair)) {
+    while (pair->handle.state == IBV_QPS_RTS && !pair->queue.empty() && has_come_back(*pair) && run_one(*pair)) {
     }
   }
 }
@@ -644,6 +723,7 @@ bool ScriptedNic::run_one(Pair& pair) {
   const ibv_wc_status status = carry_out(pair, request, wait);
   if (wait) return false;
   pair.queue.pop_front();
+  if (timer_) timer_->pop(pair.handle.qp_num);
   end(pair, request, status);
   return true;
 }
@@ -655,19 +735,25 @@ ibv_wc_status ScriptedNic::carry_out(Pair& pair, Request& request, bool& wait) {
     failures_.erase(scripted);
     return status;
   }
-  const auto peer = pairs_.find(pair.peer);
-  const bool linked = pair.device->facts.ports[pair.port - 1u].state == IBV_PORT_ACTIVE;
-  if (!linked || peer == pairs_.end() || peer->second->peer != pair.handle.qp_num ||
-      (peer->second->handle.state != IBV_QPS_RTS && peer->second->handle.state != IBV_QPS_RTR) ||
-      peer->second->device->lost || peer->second->expected_psn != pair.psn ||
-      peer->second->device->facts.ports[peer->second->port - 1u].state != IBV_PORT_ACTIVE)
-    return IBV_WC_RETRY_EXC_ERR;
-  if (peer->second->mtu != pair.mtu) breaks("the two ends of a connection differ in their path MTU");
-  if (request.request.opcode == IBV_WR_SEND) return deliver(*peer->second, request, wait);
-  return move(pair, *peer->second, request);
+  const Pair* peer = peer_of(pair);
+  if (peer == nullptr) return IBV_WC_RETRY_EXC_ERR;
+  if (peer->mtu != pair.mtu) breaks("the two ends of a connection differ in their path MTU");
+  if (request.request.opcode == IBV_WR_SEND) return deliver(*pairs_.at(pair.peer), request, wait);
+  return move(pair, *peer, request);
 }
 
-ibv_wc_status ScriptedNic::move(const Pair& pair, const Pair& peer, Request& request) const {
+/// The pair at the other end, if packets come through to it.
+const ScriptedNic::Pair* ScriptedNic::peer_of(const Pair& pair) const {
+  const auto found = pairs_.find(pair.peer);
+  const bool linked = pair.device->facts.ports[pair.port - 1u].state == IBV_PORT_ACTIVE;
+  if (!linked || found == pairs_.end()) return nullptr;
+  const Pair& peer = *found->second;
+  const bool answers = peer.handle.state == IBV_QPS_RTS || peer.handle.state == IBV_QPS_RTR;
+  if (peer.peer != pair.handle.qp_num || !answers || peer.device->lost || peer.expected_psn != pair.psn) return nullptr;
+  return peer.device->facts.ports[peer.port - 1u].state == IBV_PORT_ACTIVE ? &peer : nullptr;
+}
+
+ibv_wc_status ScriptedNic::move(const Pair& pair, const Pair& peer, Request& request) {
   const bool read = request.request.opcode == IBV_WR_RDMA_READ;
   if (read && pair.reads_out == 0) return IBV_WC_REM_INV_REQ_ERR;
   std::uint64_t total = 0;
@@ -689,9 +775,10 @@ ibv_wc_status ScriptedNic::move(const Pair& pair, const Pair& peer, Request& req
     const auto first = reinterpret_cast<std::uintptr_t>(local->handle.addr);
     if (piece.addr < first || piece.addr - first + piece.length > local->handle.length) return IBV_WC_LOC_PROT_ERR;
     auto* here = reinterpret_cast<std::byte*>(piece.addr);
-    std::memcpy(read ? here : there, read ? there : here, piece.length);
+    if (moves_) std::memcpy(read ? here : there, read ? there : here, piece.length);
     there += piece.length;
   }
+  counts_.bytes += total;
   return IBV_WC_SUCCESS;
 }
 

@@ -2,6 +2,7 @@
 // real device keeps, and fails where it is told to. Stands behind verbs::Api.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -15,6 +16,7 @@
 
 #include <kvferry/transports/verbs/api.hpp>
 
+#include "tests/support/nic_timer.hpp"
 #include "tests/support/scripted_cm.hpp"
 
 namespace kvferry::test {
@@ -66,11 +68,22 @@ class ScriptedNic final : public verbs::Api {
   /// Every memory region of this key loses its rights, as if its owner had deregistered it.
   void forget_remote_keys();
 
+  // ---- how long things take; to be chosen before anything is posted
+  /// Reads and writes end when they are posted, without a look at the memory and without moving a byte: what is left is
+  /// the cost of whoever posts.
+  void complete_at_once() { at_once_ = true; }
+  /// Requests take their time, and only advance() makes it pass, also for verbs::Api::now().
+  void keep_time(const NicSpeed& speed);
+  void advance(std::chrono::nanoseconds by);
+  /// Without: what a request names is checked, but its bytes stay where they are.
+  void move_bytes(bool moves) { moves_ = moves; }
+
   // ---- what has been seen
   struct Counts {
     std::uint64_t doorbells = 0;
     std::uint64_t requests = 0;
     std::uint64_t signalled = 0;
+    std::uint64_t bytes = 0;      ///< of reads and writes that ended well
     std::uint64_t not_ready = 0;  ///< looks at a request whose receiver had no buffer
     std::size_t pairs = 0;        ///< alive, as all below
     std::size_t regions = 0;
@@ -85,6 +98,7 @@ class ScriptedNic final : public verbs::Api {
   std::vector<std::string> broken_rules() const;
 
   // ---- verbs::Api
+  TimePoint now() const override;
   ibv_device** get_device_list(int* count) override;
   void free_device_list(ibv_device** list) override;
   const char* get_device_name(ibv_device* device) override;
@@ -131,7 +145,7 @@ class ScriptedNic final : public verbs::Api {
   void run();
   bool run_one(Pair& pair);
   ibv_wc_status carry_out(Pair& pair, Request& request, bool& wait);
-  ibv_wc_status move(const Pair& pair, const Pair& peer, Request& request) const;
+  ibv_wc_status move(const Pair& pair, const Pair& peer, Request& request);
   ibv_wc_status deliver(Pair& peer, const Request& request, bool& wait);
   void end(Pair& pair, Request& request, ibv_wc_status status);
   void flush(Pair& pair);
@@ -139,6 +153,10 @@ class ScriptedNic final : public verbs::Api {
   const Region* find_region(const ibv_pd* domain, std::uint32_t key) const;
   void breaks(std::string rule);
   std::optional<int> refusal(const Pair& pair, const ibv_send_wr& request);
+  int post_at_once(Pair& pair, ibv_send_wr* request, ibv_send_wr** bad);
+  const Pair* peer_of(const Pair& pair) const;
+  bool has_come_back(const Pair& pair);
+  void note_time(const Pair& pair, const ibv_send_wr& request);
 
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Device>> devices_;
@@ -153,6 +171,10 @@ class ScriptedNic final : public verbs::Api {
   int refuse_all_ = 0;
   bool held_ = false;
   bool hung_ = false;
+  bool at_once_ = false;
+  bool moves_ = true;
+  std::unique_ptr<NicTimer> timer_;
+  TimePoint epoch_{};  ///< when the timer's clock began
   Counts counts_;
   std::vector<std::string> broken_;
   std::unique_ptr<ScriptedCm> cm_;

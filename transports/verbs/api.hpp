@@ -7,6 +7,7 @@
 
 #include <infiniband/verbs.h>
 
+#include <kvferry/runtime/transfer.hpp>
 #include <kvferry/transports/verbs/cm_api.hpp>
 
 namespace kvferry::verbs {
@@ -16,6 +17,9 @@ namespace kvferry::verbs {
 class Api {
  public:
   virtual ~Api() = default;
+
+  /// The clock that limits of time are measured with: a simulated device has one of its own.
+  virtual TimePoint now() const { return Clock::now(); }
 
   // ---- devices
   virtual ibv_device** get_device_list(int* count) = 0;

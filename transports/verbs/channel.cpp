@@ -12,19 +12,18 @@ namespace kvferry::verbs {
 namespace {
 
 /// Skips what is empty, so that `first` and `skip` name the next byte.
-SliceRange trimmed(SliceRange range) {
+void trim(SliceRange& range) {
   while (range.bytes > 0 && range.skip == range.first->length) {
     ++range.first;
     --range.count;
     range.skip = 0;
   }
-  return range;
 }
 
-SliceRange without(SliceRange range, std::uint64_t bytes) {
+void take_off(SliceRange& range, std::uint64_t bytes) {
   range.skip += bytes;
   range.bytes -= bytes;
-  return trimmed(range);
+  trim(range);
 }
 
 // A target that is gone says nothing by itself: only a device that does not answer shows it.
@@ -199,7 +198,7 @@ std::size_t Channel::post(std::span<const WorkItem> items) {
     item = Item{};
     item.in_use = true;
     item.work = items[taken];
-    item.work.slices = trimmed(item.work.slices);
+    trim(item.work.slices);
     item.bytes = item.work.slices.bytes;
     if (item.work.op == Op::send) {
       item.data_posted = true;
@@ -288,15 +287,15 @@ void Channel::pump_data(DataQueue& queue) {
 void Channel::chain_item(DataQueue& queue, Item& item) {
   SliceRange left = item.work.slices;
   while (left.bytes > 0 && queue.sends->room() > 0) {
-    left = add_request(*queue.sends, item, left);
+    add_request(*queue.sends, item, left);
     after_[queue.sends->chained() - 1] = left;
   }
   if (left.bytes == 0 && item.work.slices.bytes > 0) queue.sends->signal_last();
 }
 
 /// One request: the next stretch that is contiguous at the target, gathered from as many local pieces as
-/// the device takes. Returns what is left.
-SliceRange Channel::add_request(SendQueue& sends, Item& item, SliceRange left) {
+/// the device takes. It is taken off what is left.
+void Channel::add_request(SendQueue& sends, Item& item, SliceRange& left) {
   const std::uint64_t remote_offset = left.first->remote_offset + left.skip;
   const std::uint64_t most = std::min(side_->device.max_message_bytes, item.remote->room_at(remote_offset));
   ibv_send_wr& request = sends.add({&item});
@@ -314,16 +313,15 @@ SliceRange Channel::add_request(SendQueue& sends, Item& item, SliceRange left) {
     piece.length = static_cast<std::uint32_t>(bytes);
     piece.lkey = item.local->key_at(local_offset);
     total += bytes;
-    left = without(left, bytes);
+    take_off(left, bytes);
   }
-  return left;
 }
 
 /// Items at the head of the queue that are posted as a whole go on to what comes after.
 void Channel::leave_posted(DataQueue& queue) {
   while (!queue.items.empty() && queue.items.front()->work.slices.bytes == 0) {
     Item& item = *queue.items.front();
-    queue.items.pop_front();
+    queue.items.erase(queue.items.begin());
     item.data_posted = true;
     if (item.work.op == Op::write_imm) notifications_.push_back(&item);
     settle(item);
@@ -336,7 +334,7 @@ void Channel::on_refused(DataQueue& queue, int error) {
   const Status why(Errc::internal, fmt::format("verbs: {} refuses a request of {}: {}", side_->device.facts.name(),
                                                item.work.op == Op::read ? "read" : "write", std::strerror(error)));
   if (error != EINVAL) return begin_end({Errc::channel_error, std::string(why.text())});
-  queue.items.pop_front();
+  queue.items.erase(queue.items.begin());
   item.result = why;
   drain_prefix(item);
 }
@@ -426,7 +424,7 @@ bool Channel::announce(Item& item) {
 
 void Channel::probe() {
   if (!awaits_acceptance() || messages_->in_flight() > 0) return;
-  const TimePoint now = Clock::now();
+  const TimePoint now = parts_.now();
   if (now < probe_at_) return;
   if (probe_at_ != TimePoint{}) post_empty(*messages_);
   probe_at_ = now + probe_interval;
@@ -534,7 +532,7 @@ void Channel::begin_end(const Status& why) {
   if (state_ == State::ending || state_ == State::ended) return;
   state_ = State::ending;
   why_ = why;
-  fence_by_ = Clock::now() + parts_.context.fence_limit;
+  fence_by_ = parts_.now() + parts_.context.fence_limit;
   cm_ids_.clear();
   for (DataQueue& queue : data_) queue.sends->pair().fail();
   if (messages_) messages_->pair().fail();

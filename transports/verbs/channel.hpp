@@ -56,13 +56,15 @@ class Channel final : public PairOwner, public CmOwner {
   /// Has something that needs no event to go on.
   bool runnable() const noexcept { return blocked_; }
 
+  bool listed_busy = false;  ///< the port's own note
+
  private:
   enum class State : std::uint8_t { asking, proving, up, ending, ended };
 
   struct DataQueue {
     std::unique_ptr<SendQueue> sends;
-    std::deque<Item*> items;  ///< not yet posted as a whole
-    std::uint64_t bytes = 0;  ///< of items that are not finished
+    std::vector<Item*> items;  ///< not yet posted as a whole; a deque would allocate for every 64th
+    std::uint64_t bytes = 0;   ///< of items that are not finished
   };
 
   // ---- connecting
@@ -87,7 +89,7 @@ class Channel final : public PairOwner, public CmOwner {
   DataQueue& least_loaded();
   void pump_data(DataQueue& queue);
   void chain_item(DataQueue& queue, Item& item);
-  SliceRange add_request(SendQueue& sends, Item& item, SliceRange left);
+  void add_request(SendQueue& sends, Item& item, SliceRange& left);
   void on_refused(DataQueue& queue, int error);
   void leave_posted(DataQueue& queue);
   void drain_prefix(Item& item);

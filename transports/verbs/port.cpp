@@ -100,7 +100,10 @@ Result<ChannelId> VerbsPort::open(const ChannelSpec& spec) {
 
 std::size_t VerbsPort::post(ChannelId channel, std::span<const WorkItem> items) {
   Channel* found = find(channel);
-  return found != nullptr ? found->post(items) : 0;
+  if (found == nullptr) return 0;
+  const std::size_t taken = found->post(items);
+  if (taken > 0 && !std::exchange(found->listed_busy, true)) busy_.push_back(found);
+  return taken;
 }
 
 void VerbsPort::cancel(ChannelId channel, std::uint64_t cookie) {
@@ -140,11 +143,7 @@ std::size_t VerbsPort::poll(std::span<Completion> completions) {
     take_completions(*side);
     if (look) look_at_device(*side);
   }
-  for (const auto& [id, channel] : channels_)
-    if (channel->has_items()) {
-      channel->pump();
-      channel->probe();
-    }
+  work_on_busy();
   // Reading them is a system call.
   const bool look_at_cm = look || changing_ > 0 || server_.connecting();
   if (parts_.cm && look_at_cm && parts_.cm->poll()) changing_ = std::max<std::size_t>(changing_, 1);
@@ -152,6 +151,17 @@ std::size_t VerbsPort::poll(std::span<Completion> completions) {
   if (changing_ > 0) tick_channels();
   hand_over_requests();
   return parts_.finished.hand_over(completions);
+}
+
+void VerbsPort::work_on_busy() {
+  for (Channel* channel : busy_) {
+    if (channel->has_items()) {
+      channel->pump();
+      channel->probe();
+    }
+    channel->listed_busy = channel->has_items();
+  }
+  std::erase_if(busy_, [](const Channel* channel) { return !channel->listed_busy; });
 }
 
 std::size_t VerbsPort::take_completions(DeviceSide& side) {
@@ -216,7 +226,7 @@ void VerbsPort::hand_over_requests() {
 }
 
 void VerbsPort::tick_channels() {
-  const TimePoint now = Clock::now();
+  const TimePoint now = parts_.now();
   changing_ = 0;
   for (auto at = channels_.begin(); at != channels_.end();) {
     Channel& channel = *at->second;
@@ -229,6 +239,7 @@ void VerbsPort::tick_channels() {
     const std::unique_ptr<Channel> gone = std::move(at->second);
     at = channels_.erase(at);
     by_wire_id_.erase(gone->wire_id());
+    std::erase(busy_, gone.get());
     parts_.events.on_channel_down(gone->id(), gone->why());
   }
 }
@@ -239,9 +250,7 @@ Progress VerbsPort::progress() const {
   if (!parts_.finished.empty() || !answers_.empty() || !parts_.exchanges.empty() || !stash_.empty())
     return Progress::runnable;
   if (changing_ > 0 || server_.stalled() || server_.runnable()) return Progress::waiting;
-  const bool busy =
-      std::any_of(channels_.begin(), channels_.end(), [](const auto& one) { return one.second->has_items(); });
-  return busy ? Progress::waiting : Progress::idle;
+  return busy_.empty() ? Progress::idle : Progress::waiting;
 }
 
 TimePoint VerbsPort::next_wakeup() const {
@@ -254,16 +263,18 @@ TimePoint VerbsPort::next_wakeup() const {
     const int count = side->completions->poll(found);
     for (int i = 0; i < count; ++i) stash_.emplace_back(side.get(), found[static_cast<std::size_t>(i)]);
   }
-  const TimePoint now = Clock::now();
+  const TimePoint now = parts_.now();
   if (!stash_.empty()) return now;
   TimePoint next = TimePoint::max();
   // An engine that had no room rings no bell when it has.
   if (server_.stalled()) next = now + std::chrono::milliseconds(1);
   if (server_.runnable()) next = now + shortage_rest;
-  for (const auto& [id, channel] : channels_) {
+  for (const Channel* channel : busy_) {
     if (channel->runnable()) next = std::min<TimePoint>(next, now + shortage_rest);
-    if (changing_ > 0 || channel->awaits_acceptance()) next = std::min(next, channel->next_wakeup());
+    if (channel->awaits_acceptance()) next = std::min(next, channel->next_wakeup());
   }
+  if (changing_ > 0)
+    for (const auto& [id, channel] : channels_) next = std::min(next, channel->next_wakeup());
   return next;
 }
 

@@ -48,6 +48,7 @@ class VerbsPort final : public Port {
   std::size_t take_completions(DeviceSide& side);
   void handle(DeviceSide& side, const ibv_wc& completion);
   void on_arrival(DeviceSide& side, const ibv_wc& completion);
+  void work_on_busy();
   void hand_over_requests();
   void tick_channels();
 
@@ -57,6 +58,7 @@ class VerbsPort final : public Port {
   int epoll_ = -1;
   std::unordered_map<ChannelId, std::unique_ptr<Channel>> channels_;
   std::unordered_map<std::uint64_t, Channel*> by_wire_id_;
+  std::vector<Channel*> busy_;  ///< those with items: an engine may know thousands of peers
   ChannelId next_channel_ = 1;
   std::size_t changing_ = 0;  ///< channels that connect or end
   std::vector<std::pair<ChannelId, Result<std::string>>> answers_;

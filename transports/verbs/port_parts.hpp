@@ -35,6 +35,7 @@ struct PortParts {
   void forget(const SendQueue& queue) { owners.erase(queue.slot()); }
   /// Numbers are not used again: a completion of a queue pair that is gone must meet nobody.
   std::uint32_t new_slot() noexcept { return next_slot++; }
+  TimePoint now() const { return devices.front().context->api().now(); }
 
   const VerbsConfig& config;
   const std::vector<Device>& devices;

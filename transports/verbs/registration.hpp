@@ -26,9 +26,14 @@ struct RegionKeys {
   std::uint64_t part_bytes = 0;  ///< of each part but the last
   std::vector<std::uint32_t> keys;
 
-  std::uint32_t key_at(std::uint64_t offset) const noexcept { return keys[offset / part_bytes]; }
+  // A division costs as much as the rest of a request, and most regions have one part.
+  std::uint32_t key_at(std::uint64_t offset) const noexcept {
+    return offset < part_bytes ? keys.front() : keys[offset / part_bytes];
+  }
   /// How far a request that begins at `offset` may go without leaving its part.
-  std::uint64_t room_at(std::uint64_t offset) const noexcept { return part_bytes - offset % part_bytes; }
+  std::uint64_t room_at(std::uint64_t offset) const noexcept {
+    return part_bytes - (offset < part_bytes ? offset : offset % part_bytes);
+  }
 };
 
 /// A region's local keys on every device, in the order of the devices.

@@ -16,24 +16,6 @@ SendQueue::SendQueue(std::unique_ptr<QueuePair> pair, Api& api, std::uint32_t sl
   pieces_.resize(std::size_t{pair_->depth()} * pair_->max_pieces());
 }
 
-ibv_send_wr& SendQueue::add(const Posted& posted) {
-  ibv_send_wr& request = requests_[chained_];
-  request = {};
-  request.wr_id = std::uint64_t{slot_} << 32 | static_cast<std::uint32_t>(next_ + chained_);
-  request.sg_list = &pieces_[std::size_t{chained_} * pair_->max_pieces()];
-  if (chained_ > 0) requests_[chained_ - 1].next = &request;
-  posted_[(next_ + chained_) & mask_] = posted;
-  ++chained_;
-  // The queue's places come free only by completions, whatever the chain's owner asks for.
-  if (++since_signal_ >= signal_every_) signal_last();
-  return request;
-}
-
-void SendQueue::signal_last() noexcept {
-  requests_[chained_ - 1].send_flags |= IBV_SEND_SIGNALED;
-  since_signal_ = 0;
-}
-
 ChainOutcome SendQueue::post() {
   ChainOutcome outcome;
   if (chained_ == 0) return outcome;

@@ -32,9 +32,28 @@ class SendQueue {
   std::uint32_t chained() const noexcept { return chained_; }
 
   /// A cleared request at the end of the chain, with place for max_pieces() pieces in sg_list. Needs room.
-  ibv_send_wr& add(const Posted& posted);
+  ibv_send_wr& add(const Posted& posted) {
+    ibv_send_wr& request = requests_[chained_];
+    request = {};
+    request.wr_id = std::uint64_t{slot_} << 32 | static_cast<std::uint32_t>(next_ + chained_);
+    request.sg_list = pieces_.data();
+    if (chained_ > 0) {
+      // Pieces stand close together: most requests have one, and few cache lines hold them all.
+      ibv_send_wr& previous = requests_[chained_ - 1];
+      previous.next = &request;
+      request.sg_list = previous.sg_list + previous.num_sge;
+    }
+    posted_[(next_ + chained_) & mask_] = posted;
+    ++chained_;
+    // The queue's places come free only by completions, whatever the chain's owner asks for.
+    if (++since_signal_ >= signal_every_) signal_last();
+    return request;
+  }
   /// Asks for a completion as soon as the last request added has ended.
-  void signal_last() noexcept;
+  void signal_last() noexcept {
+    requests_[chained_ - 1].send_flags |= IBV_SEND_SIGNALED;
+    since_signal_ = 0;
+  }
   /// Of those in flight, the one that was posted `back` requests ago; 1 is the last.
   const Posted& posted_before(std::uint32_t back) const noexcept { return posted_[(next_ - back) & mask_]; }
   /// Rings the doorbell; the chain is empty afterwards.
