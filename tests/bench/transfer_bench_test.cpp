@@ -1,5 +1,6 @@
 // transfer_bench from the outside: what it prints, how it ends, what it leaves behind.
 #include <algorithm>
+#include <array>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -324,8 +325,11 @@ TEST(TransferBench, ReplaysThePublicTraceWhenItIsThere) {
 
 // ---- examples
 
+const std::array examples = {KVFERRY_EXAMPLE_READ, KVFERRY_EXAMPLE_WRITE, KVFERRY_EXAMPLE_MESSAGES,
+                             KVFERRY_EXAMPLE_FORMS};
+
 TEST(Examples, RunOnTheirOwnAndCheckWhatTheyMoved) {
-  for (const std::string example : {KVFERRY_EXAMPLE_READ, KVFERRY_EXAMPLE_WRITE, KVFERRY_EXAMPLE_MESSAGES}) {
+  for (const std::string example : examples) {
     const auto outcome = kvferry::test::run({example});
     EXPECT_EQ(outcome.exit_code, 0) << example << ": " << outcome.errors;
     EXPECT_FALSE(outcome.output.empty()) << example;
@@ -333,7 +337,7 @@ TEST(Examples, RunOnTheirOwnAndCheckWhatTheyMoved) {
 }
 
 TEST(Examples, ServeAndConnectAreTwoCommands) {
-  for (const std::string example : {KVFERRY_EXAMPLE_READ, KVFERRY_EXAMPLE_WRITE, KVFERRY_EXAMPLE_MESSAGES}) {
+  for (const std::string example : examples) {
     Program server({example, "--serve"});
     const std::string prefix = "serving at ";
     const std::string line = server.wait_for_line(prefix, 20s);
