@@ -369,15 +369,22 @@ PollerCore::Rail* PollerCore::pick_rail(const Lane& lane, const Job& job, bool& 
   // Without hope here are transfers whose rails are all ruled out, and those whose rails are all down
   // while another group has one that is up.
   hopeless = (!any && !lane.rails.empty()) || (!open && another_group_is_up(lane));
+  const bool alone = lane.rails.size() == 1;
   Rail* best = nullptr;
   double best_cost = 0;
   for (const auto& rail : lane.rails) {
     if (!rail->up || rail->spec.tier != tier || (job.excluded & rail->port_bit)) continue;
     if (rail->items >= rail->port->limits.channel_items || rail->blocked_in_step == step_) continue;
-    const double cost = (static_cast<double>(rail->bytes) + 4096.0) * rail->ns_per_byte;
+    const std::uint64_t detour = alone ? 0 : detour_of(*rail, job);
+    const double cost = (static_cast<double>(rail->bytes + detour) + 4096.0) * rail->ns_per_byte;
     if (!best || cost < best_cost) best = rail.get(), best_cost = cost;
   }
   return best;
+}
+
+std::uint64_t PollerCore::detour_of(const Rail& rail, const Job& job) {
+  const RegionRecord* local = job.transfer->local();
+  return local == nullptr ? 0 : rail.port->port->detour_bytes(rail.channel, *local);
 }
 
 bool PollerCore::another_group_is_up(const Lane& lane) const {

@@ -221,6 +221,7 @@ class PollerCore {
   Chunk* next_chunk(Job& job, const PortLimits& limits);
   bool post(Rail& rail, Chunk& chunk);
   Rail* pick_rail(const Lane& lane, const Job& job, bool& hopeless) const;
+  static std::uint64_t detour_of(const Rail& rail, const Job& job);
   Rail* pick_message_rail(Lane& lane);
   bool another_group_is_up(const Lane& lane) const;
   std::uint64_t immediate_sequence(TransferState& transfer) noexcept;

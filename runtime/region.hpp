@@ -57,6 +57,10 @@ struct RegionRecord {
   Access leasable = Access::none;  ///< what leases of it may allow
   /// A memfd that holds exactly this region's bytes (offset 0 = data), or -1 for foreign memory.
   int memfd = -1;
+  /// GPU memory: its dma-buf handle as whoever allocated it exports it (cuMemGetHandleForAddressRange), or -1. It
+  /// stays the allocator's and must stay open while the region is registered. Host memory has none.
+  int dmabuf_fd = -1;
+  std::uint64_t dmabuf_offset = 0;  ///< of `data` in it
   /// Only of a lease. Its memory and memfd are those of another region.
   std::unique_ptr<const LeaseTerms> lease;
 

@@ -134,6 +134,10 @@ class Port {
   /// at once means that this channel can never be (the text says why).
   virtual Result<ChannelId> open(const ChannelSpec& spec) = 0;
 
+  /// How many bytes must wait for nearer channels before this one is worth its way to the region: 0 where the
+  /// channel's device is near, or nothing is known.
+  virtual std::uint64_t detour_bytes(ChannelId /*channel*/, const RegionRecord& /*local*/) const { return 0; }
+
   /// Hands items over; returns how many were taken, a prefix. 0 when the channel is not up.
   virtual std::size_t post(ChannelId channel, std::span<const WorkItem> items) = 0;
 

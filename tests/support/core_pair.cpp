@@ -20,8 +20,10 @@ VerbsConfig on_devices(VerbsConfig config, char side, std::uint32_t count) {
 
 // ---------------------------------------------------------------- CoreSide
 
-CoreSide::CoreSide(std::uint64_t incarnation, const VerbsConfig& verbs, ScriptedNic& nic) : peers(incarnation) {
-  transport = make_verbs_transport(verbs, nic).value();
+CoreSide::CoreSide(std::uint64_t incarnation, const VerbsConfig& config_of_verbs, ScriptedNic& nic,
+                   const verbs::Topology& topology)
+    : peers(incarnation) {
+  transport = make_verbs_transport(config_of_verbs, nic, topology).value();
   submissions = std::make_shared<Submissions>([](std::function<void()> task) { task(); });
   PollerCore::Parts parts;
   parts.config = &config;
@@ -44,8 +46,12 @@ CoreSide::~CoreSide() {
 }
 
 std::shared_ptr<const RegionRecord> CoreSide::add_region(const std::string& name, std::uint64_t bytes) {
-  auto record = regions.add(allocate_region(name, bytes, Access::read_write).value()).value();
-  descriptors_.emplace_back(name, transport->register_region(*record).value());
+  return add_region(allocate_region(name, bytes, Access::read_write).value());
+}
+
+std::shared_ptr<const RegionRecord> CoreSide::add_region(std::unique_ptr<RegionRecord> fresh) {
+  auto record = regions.add(std::move(fresh)).value();
+  descriptors_.emplace_back(record->name, transport->register_region(*record).value());
   records_.push_back(record);
   return record;
 }
@@ -63,9 +69,9 @@ std::shared_ptr<const RemoteRegion> CoreSide::remote_view(const RegionRecord& re
 
 // ---------------------------------------------------------------- CorePair
 
-CorePair::CorePair(ScriptedNic& nic, std::uint32_t rails, VerbsConfig config)
-    : initiator(initiators_life, on_devices(config, 'a', rails), nic),
-      target(targets_life, on_devices(config, 'b', rails), nic),
+CorePair::CorePair(ScriptedNic& nic, std::uint32_t rails, VerbsConfig config, const verbs::Topology& topology)
+    : initiator(initiators_life, on_devices(config, 'a', rails), nic, topology),
+      target(targets_life, on_devices(config, 'b', rails), nic, topology),
       nic_(nic),
       rails_(rails) {
   peer_ = initiator.peers.find_or_add("target", targets_life);
@@ -101,8 +107,12 @@ void CorePair::open_rails() {
 }
 
 void CorePair::add_regions(std::uint64_t bytes) {
-  local = initiator.add_region("local", bytes);
-  served = target.add_region("served", bytes);
+  use_regions(initiator.add_region("local", bytes), target.add_region("served", bytes));
+}
+
+void CorePair::use_regions(std::shared_ptr<const RegionRecord> ours, std::shared_ptr<const RegionRecord> theirs) {
+  local = std::move(ours);
+  served = std::move(theirs);
   remote_ = target.remote_view(*served);
 }
 

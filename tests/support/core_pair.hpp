@@ -11,6 +11,7 @@
 
 #include <kvferry/actors/poller_core.hpp>
 #include <kvferry/runtime/region_table.hpp>
+#include <kvferry/transports/verbs/topology.hpp>
 #include <kvferry/transports/verbs/verbs_transport.hpp>
 
 #include "tests/support/scripted_nic.hpp"
@@ -20,10 +21,12 @@ namespace kvferry::test {
 /// One engine's share.
 class CoreSide final : public PollerEvents {
  public:
-  CoreSide(std::uint64_t incarnation, const VerbsConfig& verbs, ScriptedNic& nic);
+  CoreSide(std::uint64_t incarnation, const VerbsConfig& config_of_verbs, ScriptedNic& nic,
+           const verbs::Topology& topology);
   ~CoreSide() override;
 
   std::shared_ptr<const RegionRecord> add_region(const std::string& name, std::uint64_t bytes);
+  std::shared_ptr<const RegionRecord> add_region(std::unique_ptr<RegionRecord> record);
   /// What a peer would know of a region.
   std::shared_ptr<const RemoteRegion> remote_view(const RegionRecord& region) const;
 
@@ -53,7 +56,8 @@ class CoreSide final : public PollerEvents {
 class CorePair {
  public:
   /// The first `rails` devices of the network are the initiator's, as many others the target's.
-  CorePair(ScriptedNic& nic, std::uint32_t rails, VerbsConfig config = {});
+  CorePair(ScriptedNic& nic, std::uint32_t rails, VerbsConfig config = {},
+           const verbs::Topology& topology = verbs::Topology());
 
   /// The name of a device of either side: `a0`, `a1` ... are the initiator's, `b0` ... the target's.
   static std::vector<NicDevice> devices(std::uint32_t rails);
@@ -62,6 +66,7 @@ class CorePair {
   void open_rails();
   /// Equal regions on both sides, their pages not yet touched.
   void add_regions(std::uint64_t bytes);
+  void use_regions(std::shared_ptr<const RegionRecord> ours, std::shared_ptr<const RegionRecord> theirs);
   RefPtr<TransferState> submit(Op op, std::span<const Slice> slices);
   /// One round of both pollers and of what their engines carry between them.
   void step();

@@ -18,6 +18,7 @@ struct ScriptedNic::Device {
   NicDevice facts;
   ibv_device handle{};
   std::uint64_t registered = 0;
+  std::uint64_t requests = 0;
   bool lost = false;
 };
 
@@ -99,6 +100,8 @@ struct ScriptedNic::Pair {
 
 namespace {
 
+constexpr int first_dmabuf = 1'000'000;
+
 template <class Object, class Handle>
 Object& object(Handle* handle) {
   return *reinterpret_cast<Object*>(handle);
@@ -175,6 +178,14 @@ void ScriptedNic::forget_remote_keys() {
 ScriptedNic::Counts ScriptedNic::counts() const {
   const std::lock_guard lock(mutex_);
   return counts_;
+}
+
+std::uint64_t ScriptedNic::requests_of(const std::string& name) const {
+  const std::lock_guard lock(mutex_);
+  std::uint64_t requests = 0;
+  for (const auto& device : devices_)
+    if (device->facts.name == name) requests += device->requests;
+  return requests;
 }
 
 std::vector<std::string> ScriptedNic::broken_rules() const {
@@ -376,7 +387,17 @@ ibv_mr* ScriptedNic::reg_mr(ibv_pd* domain, void* data, std::size_t bytes, unsig
     errno = ENOMEM;
     return nullptr;
   }
-  device.registered += bytes;
+  const auto* begin = static_cast<std::byte*>(data);
+  for (const auto& [memory, size] : gpu_memory_)
+    if (begin < memory + size && memory < begin + bytes && !device.facts.peermem) {
+      errno = EFAULT;
+      return nullptr;
+    }
+  return add_region(domain, data, bytes, access);
+}
+
+ibv_mr* ScriptedNic::add_region(ibv_pd* domain, void* data, std::size_t bytes, unsigned access) {
+  object<Context>(domain->context).device->registered += bytes;
   auto* region = new Region;
   region->handle.context = domain->context;
   region->handle.pd = domain;
@@ -389,8 +410,26 @@ ibv_mr* ScriptedNic::reg_mr(ibv_pd* domain, void* data, std::size_t bytes, unsig
   return &region->handle;
 }
 
-ibv_mr* ScriptedNic::reg_dmabuf_mr(ibv_pd*, std::uint64_t, std::size_t, std::uint64_t, int, int) {
-  errno = EOPNOTSUPP;
+int ScriptedNic::add_gpu_memory(void* data, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  gpu_memory_.emplace_back(static_cast<std::byte*>(data), bytes);
+  return first_dmabuf + static_cast<int>(gpu_memory_.size() - 1);
+}
+
+ibv_mr* ScriptedNic::reg_dmabuf_mr(ibv_pd* domain, std::uint64_t offset, std::size_t bytes, std::uint64_t address,
+                                   int fd, int access) {
+  const std::lock_guard lock(mutex_);
+  const auto handle = static_cast<std::size_t>(fd - first_dmabuf);
+  if (!object<Context>(domain->context).device->facts.dmabuf)
+    errno = EOPNOTSUPP;
+  else if (fd < first_dmabuf || handle >= gpu_memory_.size())
+    errno = EBADF;
+  else if (offset > gpu_memory_[handle].second || bytes > gpu_memory_[handle].second - offset ||
+           reinterpret_cast<std::uintptr_t>(gpu_memory_[handle].first) + offset != address)
+    // Devices could give the memory another address; kvferry asks for its own.
+    errno = EINVAL;
+  else
+    return add_region(domain, gpu_memory_[handle].first + offset, bytes, static_cast<unsigned>(access));
   return nullptr;
 }
 
@@ -670,6 +709,7 @@ int ScriptedNic::post_send(ibv_qp* handle, ibv_send_wr* request, ibv_send_wr** b
     made.number = posted_++;
     made.place = ++pair.posted;
     if (timer_) note_time(pair, *request);
+    ++pair.device->requests;
     ++counts_.requests;
     if ((request->send_flags & IBV_SEND_SIGNALED) != 0) ++counts_.signalled;
     pair.queue.push_back(std::move(made));

@@ -40,6 +40,8 @@ struct NicDevice {
   int max_reads = 16;
   std::uint32_t max_inline = 256;
   std::uint64_t max_mr_bytes = ~std::uint64_t{0};
+  bool dmabuf = false;                              ///< registers GPU memory by dma-buf handles
+  bool peermem = false;                             ///< registers it plainly, as with nvidia-peermem
   std::uint64_t memlock_bytes = ~std::uint64_t{0};  ///< registering more fails as RLIMIT_MEMLOCK does
 };
 
@@ -68,6 +70,9 @@ class ScriptedNic final : public verbs::Api {
   /// Every memory region of this key loses its rights, as if its owner had deregistered it.
   void forget_remote_keys();
 
+  /// Declares memory as a GPU's, which host functions can not register; returns its dma-buf handle.
+  int add_gpu_memory(void* data, std::size_t bytes);
+
   // ---- how long things take; to be chosen before anything is posted
   /// Reads and writes end when they are posted, without a look at the memory and without moving a byte: what is left is
   /// the cost of whoever posts.
@@ -94,6 +99,8 @@ class ScriptedNic final : public verbs::Api {
     std::size_t domains = 0;
   };
   Counts counts() const;
+  /// Requests that were posted to queue pairs of the device.
+  std::uint64_t requests_of(const std::string& device) const;
   /// Rules that were broken, such as a queue that overflowed; empty when all went well.
   std::vector<std::string> broken_rules() const;
 
@@ -150,6 +157,7 @@ class ScriptedNic final : public verbs::Api {
   void end(Pair& pair, Request& request, ibv_wc_status status);
   void flush(Pair& pair);
   void complete(Queue& queue, const ibv_wc& completion);
+  ibv_mr* add_region(ibv_pd* domain, void* data, std::size_t bytes, unsigned access);
   const Region* find_region(const ibv_pd* domain, std::uint32_t key) const;
   void breaks(std::string rule);
   std::optional<int> refusal(const Pair& pair, const ibv_send_wr& request);
@@ -173,6 +181,7 @@ class ScriptedNic final : public verbs::Api {
   bool hung_ = false;
   bool at_once_ = false;
   bool moves_ = true;
+  std::vector<std::pair<std::byte*, std::size_t>> gpu_memory_;  ///< by handle, from first_dmabuf
   std::unique_ptr<NicTimer> timer_;
   TimePoint epoch_{};  ///< when the timer's clock began
   Counts counts_;

@@ -1,8 +1,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <optional>
 #include <span>
 
@@ -16,30 +14,6 @@ namespace kvferry::verbs {
 namespace {
 
 // ---------------------------------------------------------------- what sysfs and the port say
-
-std::string read_line(const std::filesystem::path& file) {
-  std::ifstream in(file);
-  std::string line;
-  std::getline(in, line);
-  return line;
-}
-
-struct Slot {
-  std::string pci;
-  int numa_node = -1;
-};
-
-Slot slot_of(const std::string& device) {
-  const std::filesystem::path link = "/sys/class/infiniband/" + device + "/device";
-  std::error_code error;
-  const auto real = std::filesystem::canonical(link, error);
-  Slot slot;
-  if (error) return slot;  // a software device has none
-  slot.pci = real.filename();
-  const std::string node = read_line(link / "numa_node");
-  if (!node.empty()) slot.numa_node = std::atoi(node.c_str());
-  return slot;
-}
 
 std::string state_text(ibv_port_state state) {
   switch (state) {
@@ -101,7 +75,7 @@ std::vector<Gid> read_gids(Api& api, ibv_context* context, std::uint8_t port, in
 }
 
 PortFacts facts_of(Api& api, ibv_context* context, const std::string& device, std::uint8_t number,
-                   const std::vector<InterfaceAddress>& interfaces) {
+                   const std::vector<InterfaceAddress>& interfaces, const Topology& topology) {
   PortFacts facts;
   facts.device = device;
   facts.port = number;
@@ -116,10 +90,9 @@ PortFacts facts_of(Api& api, ibv_context* context, const std::string& device, st
   facts.gbit = rate_of(port);
   facts.mtu = 128u << port.active_mtu;
   facts.lid = port.lid;
-  const Slot slot = slot_of(device);
-  facts.pci = slot.pci;
-  facts.numa_node = slot.numa_node;
-  facts.gids = rank_gids(read_gids(api, context, number, port.gid_tbl_len), interfaces);
+  facts.slot = topology.slot_of_rdma_device(device);
+  facts.table = read_gids(api, context, number, port.gid_tbl_len);
+  facts.gids = rank_gids(facts.table, interfaces);
   return facts;
 }
 
@@ -145,8 +118,17 @@ class DeviceList {
 
 bool names(const std::string& wanted, const PortFacts& port) { return wanted == port.device || wanted == port.name(); }
 
-/// Why a port can not be used; empty when it can.
-std::string against(const PortFacts& port, const VerbsConfig& config) {
+std::string list_names(const std::vector<PortFacts>& ports) {
+  std::string text;
+  for (const PortFacts& port : ports) text += fmt::format("{}{}", text.empty() ? "" : ", ", port.name());
+  return text;
+}
+
+}  // namespace
+
+std::string PortFacts::name() const { return fmt::format("{}:{}", device, port); }
+
+std::string why_unusable(const PortFacts& port, const VerbsConfig& config) {
   if (!port.active) return fmt::format("its port is {}", port.state);
   if (!port.ethernet) return {};
   if (port.gids.empty())
@@ -158,17 +140,7 @@ std::string against(const PortFacts& port, const VerbsConfig& config) {
   return {};
 }
 
-std::string list_names(const std::vector<PortFacts>& ports) {
-  std::string text;
-  for (const PortFacts& port : ports) text += fmt::format("{}{}", text.empty() ? "" : ", ", port.name());
-  return text;
-}
-
-}  // namespace
-
-std::string PortFacts::name() const { return fmt::format("{}:{}", device, port); }
-
-Result<std::vector<PortFacts>> list_ports(Api& api) {
+Result<std::vector<PortFacts>> list_ports(Api& api, const Topology& topology) {
   const DeviceList list(api);
   if (list.devices().empty())
     return {Errc::unsupported,
@@ -187,7 +159,7 @@ Result<std::vector<PortFacts>> list_ports(Api& api) {
     ibv_device_attr attributes{};
     if (api.query_device(context, &attributes) == 0)
       for (std::uint8_t number = 1; number <= attributes.phys_port_cnt; ++number)
-        ports.push_back(facts_of(api, context, name, number, interfaces));
+        ports.push_back(facts_of(api, context, name, number, interfaces, topology));
     api.close_device(context);
   }
   return ports;
@@ -201,7 +173,7 @@ Result<std::vector<PortFacts>> choose_ports(std::vector<PortFacts> ports, const 
   std::vector<PortFacts> chosen;
   std::string reasons;
   const auto consider = [&](const PortFacts& port) {
-    const std::string why = against(port, config);
+    const std::string why = why_unusable(port, config);
     if (why.empty()) return chosen.push_back(port);
     reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", port.name(), why);
   };
@@ -278,8 +250,8 @@ void Context::read_events() {
   }
 }
 
-Result<std::vector<Device>> open_devices(Api& api, const VerbsConfig& config) {
-  auto listed = list_ports(api);
+Result<std::vector<Device>> open_devices(Api& api, const VerbsConfig& config, const Topology& topology) {
+  auto listed = list_ports(api, topology);
   if (!listed) return listed.status();
   auto chosen = choose_ports(std::move(*listed), config);
   if (!chosen) return chosen.status();

@@ -13,6 +13,7 @@
 #include <kvferry/runtime/status.hpp>
 #include <kvferry/transports/verbs/api.hpp>
 #include <kvferry/transports/verbs/gid.hpp>
+#include <kvferry/transports/verbs/topology.hpp>
 
 namespace kvferry::verbs {
 
@@ -25,16 +26,19 @@ struct PortFacts {
   bool ethernet = true;    ///< RoCE or iWARP; else InfiniBand
   std::uint32_t gbit = 0;  ///< signalling rate, Gb/s; 0 when not told
   std::uint32_t mtu = 0;   ///< active MTU, bytes
-  int numa_node = -1;      ///< of the PCIe slot; -1 when not told
-  std::string pci;         ///< PCI address; empty for software devices
+  PciSlot slot;            ///< empty for software devices
   std::uint16_t lid = 0;   ///< InfiniBand
   std::vector<Gid> gids;   ///< ranked, see rank_gids()
+  std::vector<Gid> table;  ///< all that the port has, by index
 
   std::string name() const;  ///< "mlx5_0:1"
 };
 
 /// Asks every device about every port. Errors: unsupported when there is no device or no driver.
-Result<std::vector<PortFacts>> list_ports(Api& api);
+Result<std::vector<PortFacts>> list_ports(Api& api, const Topology& topology = Topology());
+
+/// Why an engine with this configuration can not use the port; empty when it can.
+std::string why_unusable(const PortFacts& port, const VerbsConfig& config);
 
 /// Those that an engine with this configuration uses, best first: active, of the wanted names, in the
 /// order of those names or by rate. Errors: invalid_argument for a name that no device has (the text lists
@@ -87,6 +91,6 @@ struct Device {
 };
 
 /// Opens the chosen ports, in their order.
-Result<std::vector<Device>> open_devices(Api& api, const VerbsConfig& config);
+Result<std::vector<Device>> open_devices(Api& api, const VerbsConfig& config, const Topology& topology = Topology());
 
 }  // namespace kvferry::verbs

@@ -15,6 +15,9 @@ namespace kvferry::verbs {
 namespace {
 
 constexpr std::size_t completions_per_poll = 64;
+// What a device of the memory's own NUMA node is given before one across the sockets' link gets anything: some
+// microseconds' worth of a fast rail, so that small batches stay near and large ones use every rail.
+constexpr std::uint64_t other_node_detour_bytes = 512 << 10;
 constexpr std::uint32_t polls_per_look = 1024;  // at the device's state, which is a system call
 // Rests while the device refuses for want of memory.
 constexpr auto shortage_rest = std::chrono::microseconds(100);
@@ -96,6 +99,14 @@ Result<ChannelId> VerbsPort::open(const ChannelSpec& spec) {
   channels_.emplace(next_channel_, std::move(channel));
   ++changing_;
   return next_channel_++;
+}
+
+std::uint64_t VerbsPort::detour_bytes(ChannelId channel, const RegionRecord& local) const {
+  const auto found = channels_.find(channel);
+  const Registration* registration = parts_.registrations.find(local.key);
+  if (found == channels_.end() || registration == nullptr) return 0;
+  const Distance distance = registration->distances[found->second->side().index];
+  return distance == Distance::another_node ? other_node_detour_bytes : 0;
 }
 
 std::size_t VerbsPort::post(ChannelId channel, std::span<const WorkItem> items) {

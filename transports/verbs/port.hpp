@@ -23,6 +23,7 @@ class VerbsPort final : public Port {
   PortLimits limits() const override;
   std::string address() const override { return address_; }
   Result<ChannelId> open(const ChannelSpec& spec) override;
+  std::uint64_t detour_bytes(ChannelId channel, const RegionRecord& local) const override;
   std::size_t post(ChannelId channel, std::span<const WorkItem> items) override;
   void cancel(ChannelId channel, std::uint64_t cookie) override;
   void fence(ChannelId channel, const Status& why) override;

@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <kvferry/runtime/log.hpp>
 #include <kvferry/transports/verbs/memlock.hpp>
 #include <kvferry/transports/verbs/registration.hpp>
 
@@ -16,9 +17,21 @@ constexpr std::uint64_t part_alignment = 2 << 20;
 Status registration_failed(const RegionRecord& region, const Device& device, std::uint64_t bytes, int error) {
   const std::string where = fmt::format("verbs: registering {} bytes of region '{}' with {}: {}", bytes, region.name,
                                         device.facts.name(), std::strerror(error));
-  if (region.kind == MemoryKind::cuda)
-    return {Errc::unsupported, where + "; GPU memory needs the kernel module nvidia-peermem, or dma-buf"};
   return {Errc::resource_exhausted, where + memlock_hint(error)};
+}
+
+/// Both ways to GPU memory have failed.
+Status gpu_registration_failed(const RegionRecord& region, const Device& device, std::uint64_t bytes, int dmabuf_error,
+                               int plain_error) {
+  const std::string tried = region.dmabuf_fd < 0
+                                ? std::string("no dma-buf handle was given")
+                                : fmt::format("through its dma-buf handle: {}", std::strerror(dmabuf_error));
+  return {
+      Errc::unsupported,
+      fmt::format("verbs: registering {} bytes of GPU memory of region '{}' with {}: {}; plainly: {}. It needs a "
+                  "dma-buf handle of the memory with Linux 5.12, rdma-core 34 and a driver that supports it, or the "
+                  "kernel module nvidia-peermem",
+                  bytes, region.name, device.facts.name(), tried, std::strerror(plain_error))};
 }
 
 unsigned access_for(const RegionRecord& region) {
@@ -31,8 +44,12 @@ unsigned access_for(const RegionRecord& region) {
 
 }  // namespace
 
-Registrations::Registrations(Api& api, const std::vector<Device>& devices, bool relaxed_ordering)
-    : api_(api), devices_(devices), relaxed_ordering_(relaxed_ordering ? IBV_ACCESS_RELAXED_ORDERING : 0) {}
+Registrations::Registrations(Api& api, const std::vector<Device>& devices, bool relaxed_ordering,
+                             const Topology& topology)
+    : api_(api),
+      devices_(devices),
+      relaxed_ordering_(relaxed_ordering ? IBV_ACCESS_RELAXED_ORDERING : 0),
+      topology_(topology) {}
 
 Registrations::~Registrations() {
   for (const auto& [key, registration] : all_) release(*registration);
@@ -48,10 +65,41 @@ Result<std::string> Registrations::add(const RegionRecord& region) {
       return status;
     }
   }
+  measure_distances(region, *made);
   std::string descriptor = encode_keys(remote);
   const std::lock_guard lock(mutex_);
   all_[number_of(region.key)] = std::move(made);
   return descriptor;
+}
+
+// After registering: that has touched the pages.
+void Registrations::measure_distances(const RegionRecord& region, Registration& made) const {
+  const bool one_choice = devices_.size() < 2 || region.kind != MemoryKind::host;
+  const int node = one_choice ? -1 : topology_.node_of_memory(region.data, region.size);
+  for (const Device& device : devices_) made.distances.push_back(distance_from_node(node, device.facts.slot));
+  if (node < 0) return;
+  std::string text;
+  for (std::size_t i = 0; i < devices_.size(); ++i)
+    text += fmt::format("{}{} ({})", i == 0 ? "" : ", ", devices_[i].facts.name(), to_string(made.distances[i]));
+  log(LogLevel::debug, fmt::format("verbs: region '{}' is on NUMA node {}: {}", region.name, node, text));
+}
+
+Result<ibv_mr*> Registrations::register_part(const RegionRecord& region, const Device& device, std::uint64_t offset,
+                                             std::uint64_t bytes) const {
+  ibv_pd* domain = device.context->domain();
+  const unsigned access = access_for(region) | relaxed_ordering_;
+  int dmabuf_error = 0;
+  if (region.dmabuf_fd >= 0) {
+    ibv_mr* part = api_.reg_dmabuf_mr(domain, region.dmabuf_offset + offset, bytes,
+                                      reinterpret_cast<std::uintptr_t>(region.data) + offset, region.dmabuf_fd,
+                                      static_cast<int>(access));
+    if (part != nullptr) return part;
+    dmabuf_error = errno;
+  }
+  // With nvidia-peermem the kernel knows GPU addresses too.
+  if (ibv_mr* part = api_.reg_mr(domain, region.data + offset, bytes, access)) return part;
+  if (region.kind == MemoryKind::cuda) return gpu_registration_failed(region, device, bytes, dmabuf_error, errno);
+  return registration_failed(region, device, bytes, errno);
 }
 
 Status Registrations::add_to_device(const RegionRecord& region, const Device& device, Registration& made,
@@ -72,12 +120,11 @@ Status Registrations::add_to_device(const RegionRecord& region, const Device& de
   remote = local;
   for (std::uint64_t offset = 0; offset < region.size; offset += local.part_bytes) {
     const std::uint64_t bytes = std::min(local.part_bytes, region.size - offset);
-    ibv_mr* part =
-        api_.reg_mr(device.context->domain(), region.data + offset, bytes, access_for(region) | relaxed_ordering_);
-    if (part == nullptr) return registration_failed(region, device, bytes, errno);
-    made.parts.push_back(part);
-    local.keys.push_back(part->lkey);
-    remote.keys.push_back(part->rkey);
+    auto part = register_part(region, device, offset, bytes);
+    if (!part) return part.status();
+    made.parts.push_back(*part);
+    local.keys.push_back((*part)->lkey);
+    remote.keys.push_back((*part)->rkey);
   }
   return {};
 }

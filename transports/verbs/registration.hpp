@@ -40,6 +40,7 @@ struct RegionKeys {
 struct Registration {
   std::vector<RegionKeys> local;
   std::vector<ibv_mr*> parts;
+  std::vector<Distance> distances;  ///< from the region's memory to each device
 };
 
 /// Most parts of one region on one device.
@@ -48,7 +49,7 @@ inline constexpr std::size_t most_parts = 4096;
 /// All registrations of a transport. Thread-safe.
 class Registrations {
  public:
-  Registrations(Api& api, const std::vector<Device>& devices, bool relaxed_ordering);
+  Registrations(Api& api, const std::vector<Device>& devices, bool relaxed_ordering, const Topology& topology);
   ~Registrations();
   Registrations(const Registrations&) = delete;
   Registrations& operator=(const Registrations&) = delete;
@@ -61,12 +62,16 @@ class Registrations {
   const Registration* find(RegionKey region) const;
 
  private:
+  void measure_distances(const RegionRecord& region, Registration& made) const;
+  Result<ibv_mr*> register_part(const RegionRecord& region, const Device& device, std::uint64_t offset,
+                                std::uint64_t bytes) const;
   Status add_to_device(const RegionRecord& region, const Device& device, Registration& made, RegionKeys& remote) const;
   void release(const Registration& registration) const;
 
   Api& api_;
   const std::vector<Device>& devices_;
   const unsigned relaxed_ordering_;
+  const Topology topology_;
   mutable std::mutex mutex_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Registration>> all_;  ///< by slot and generation
 };

@@ -8,8 +8,11 @@ namespace {
 
 class VerbsTransport final : public Transport {
  public:
-  VerbsTransport(const VerbsConfig& config, verbs::Api& api, std::vector<verbs::Device> devices)
-      : config_(config), devices_(std::move(devices)), registrations_(api, devices_, config.relaxed_ordering) {}
+  VerbsTransport(const VerbsConfig& config, verbs::Api& api, std::vector<verbs::Device> devices,
+                 const verbs::Topology& topology)
+      : config_(config),
+        devices_(std::move(devices)),
+        registrations_(api, devices_, config.relaxed_ordering, topology) {}
 
   std::string_view name() const override { return "verbs"; }
   bool one_sided() const override { return true; }
@@ -34,9 +37,14 @@ Result<std::shared_ptr<Transport>> make_verbs_transport(const VerbsConfig& confi
 }
 
 Result<std::shared_ptr<Transport>> make_verbs_transport(const VerbsConfig& config, verbs::Api& api) {
-  auto devices = verbs::open_devices(api, config);
+  return make_verbs_transport(config, api, verbs::Topology());
+}
+
+Result<std::shared_ptr<Transport>> make_verbs_transport(const VerbsConfig& config, verbs::Api& api,
+                                                        const verbs::Topology& topology) {
+  auto devices = verbs::open_devices(api, config, topology);
   if (!devices) return devices.status();
-  return std::shared_ptr<Transport>(std::make_shared<VerbsTransport>(config, api, std::move(*devices)));
+  return std::shared_ptr<Transport>(std::make_shared<VerbsTransport>(config, api, std::move(*devices), topology));
 }
 
 }  // namespace kvferry

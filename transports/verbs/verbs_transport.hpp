@@ -14,8 +14,11 @@ Result<std::shared_ptr<Transport>> make_verbs_transport(const VerbsConfig& confi
 
 namespace verbs {
 class Api;
-}
-/// The same over another set of verbs functions, which must outlive the transport; for tests.
+class Topology;
+}  // namespace verbs
+/// The same over another set of verbs functions, which must outlive the transport, and in another host; for tests.
 Result<std::shared_ptr<Transport>> make_verbs_transport(const VerbsConfig& config, verbs::Api& api);
+Result<std::shared_ptr<Transport>> make_verbs_transport(const VerbsConfig& config, verbs::Api& api,
+                                                        const verbs::Topology& topology);
 
 }  // namespace kvferry
