@@ -102,6 +102,7 @@ Result<ChannelId> VerbsPort::open(const ChannelSpec& spec) {
 }
 
 std::uint64_t VerbsPort::detour_bytes(ChannelId channel, const RegionRecord& local) const {
+  if (parts_.sides.size() < 2) return 0;
   const auto found = channels_.find(channel);
   const Registration* registration = parts_.registrations.find(local.key);
   if (found == channels_.end() || registration == nullptr) return 0;
