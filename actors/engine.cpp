@@ -122,13 +122,21 @@ Status check_slices(std::span<const Slice> slices, const RegionRecord& local, co
   return {};
 }
 
+std::uint64_t bytes_of(std::span<const Slice> slices) {
+  std::uint64_t bytes = 0;
+  for (const Slice& slice : slices) bytes += slice.length;
+  return bytes;
+}
+
+/// Through a network a transfer of so many bytes is not over before a spinning waiter gives up, who until then
+/// only keeps a core from the two pollers.
+constexpr std::uint64_t bytes_worth_sleeping = 256 << 10;
+
 // About how long one core copies these slices: waiting that long by spinning saves the wake-up.
 Duration copy_time(std::span<const Slice> slices) {
   constexpr std::uint64_t bytes_per_microsecond = 8000;
   constexpr std::chrono::microseconds longest(200);
-  std::uint64_t bytes = 0;
-  for (const Slice& slice : slices) bytes += slice.length;
-  return std::chrono::microseconds(std::min<std::uint64_t>(bytes / bytes_per_microsecond, longest.count()));
+  return std::chrono::microseconds(std::min<std::uint64_t>(bytes_of(slices) / bytes_per_microsecond, longest.count()));
 }
 
 Result<std::shared_ptr<Transport>> make_verbs([[maybe_unused]] const VerbsConfig& config) {
@@ -684,13 +692,11 @@ Transfer Engine::Impl::submit(Op op, const Peer& peer, const Region& local, std:
   if (record.one_sided.load(std::memory_order_relaxed)) {
     wanted.wait_spin += copy_time(slices);
     wanted.wait_yields = false;
+  } else if (bytes_of(slices) >= bytes_worth_sleeping) {
+    wanted.wait_spin = Duration::zero();
   }
   const bool large = config_.pollers > 1 && op != Op::write_imm;
-  if (large) {
-    std::uint64_t bytes = 0;
-    for (const Slice& slice : slices) bytes += slice.length;
-    if (bytes >= config_.split_bytes) wanted.owner = std::make_shared<SplitOwner>(wanted.owner);
-  }
+  if (large && bytes_of(slices) >= config_.split_bytes) wanted.owner = std::make_shared<SplitOwner>(wanted.owner);
   metrics_.slices.fetch_add(slices.size(), std::memory_order_relaxed);
   return hand_over(TransferState::create(std::move(wanted)), peer, remote ? std::string() : std::string(name));
 }

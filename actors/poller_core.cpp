@@ -7,6 +7,16 @@
 #include <kvferry/runtime/log.hpp>
 
 namespace kvferry {
+namespace {
+
+std::uint64_t item_bytes_for(const TransferState& transfer, std::size_t rails, const PortLimits& limits) {
+  const std::uint64_t items = limits.side_by_side * rails;
+  if (items == 0) return limits.item_bytes;
+  const std::uint64_t share = (transfer.bytes() + items - 1) / items;
+  return share <= PortLimits::large_item * limits.item_bytes ? std::max(share, limits.item_bytes) : limits.item_bytes;
+}
+
+}  // namespace
 
 // ---------------------------------------------------------------- small parts
 
@@ -314,7 +324,9 @@ PollerCore::Chunk* PollerCore::next_chunk(Job& job, const PortLimits& limits) {
   const bool needs_immediate = transfer.op() == Op::write_imm && !job.immediate_sent;
   if (job.cursor.at_end() && (!needs_immediate || job.cut)) return nullptr;
   Chunk* chunk = new_chunk(job);
-  if (!job.cursor.at_end()) chunk->range = job.cursor.next(limits.item_bytes, limits.item_slices, limits.whole_bytes);
+  if (!job.cursor.at_end())
+    chunk->range = job.cursor.next(item_bytes_for(transfer, job.lane->rails.size(), limits), limits.item_slices,
+                                   limits.whole_bytes);
   chunk->bytes = chunk->range.bytes;
   chunk->op = transfer.op() == Op::read ? Op::read : Op::write;
   // A single item carries its immediate along; otherwise the immediate follows when all data is there.

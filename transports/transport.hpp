@@ -102,6 +102,10 @@ struct PortLimits {
   std::uint32_t item_slices = 1024;      ///< most slices of one item
   std::uint64_t whole_bytes = 64 << 10;  ///< slices up to this size are never cut
   std::uint32_t channel_items = 64;      ///< most items in flight on one channel
+  /// How many items a channel carries side by side. A transfer that as many somewhat larger items can carry (up to
+  /// large_item times item_bytes each) is cut into just these: fewer requests, and all end together. 0: never.
+  std::uint32_t side_by_side = 0;
+  static constexpr std::uint64_t large_item = 4;
 };
 
 /// What the caller's next poll would find.

@@ -232,6 +232,25 @@ TEST_F(PollerCoreTest, LargeSlicesAreCutAndSpreadOverRailsOfOneTier) {
   EXPECT_LT(plan->items.load(), 16u) << "and the second one too";
 }
 
+TEST_F(PollerCoreTest, SmallTransfersAreCutIntoOneItemForEachThatRunsBesideTheOthers) {
+  PortLimits four = limits();
+  four.side_by_side = 4;
+  four.channel_items = 64;
+  connect(four);
+  open_rail(1, "one");
+  const std::vector<std::pair<std::uint64_t, std::uint64_t>> bytes_and_items = {
+      {2048, 1}, {4 * 4096, 4}, {4 * 4096 + 1, 4}, {40'000, 4}, {4 * 4 * 4096, 4}, {4 * 4 * 4096 + 4096, 17}};
+  for (const auto& [bytes, items] : bytes_and_items) {
+    const std::uint64_t before = initiator->metrics.items_posted.load();
+    const auto transfer = submit(Op::read, {{0, 0, bytes}});
+    run(200);
+    ASSERT_TRUE(transfer->done());
+    EXPECT_TRUE(transfer->status().is_ok());
+    EXPECT_TRUE(equal(0, bytes));
+    EXPECT_EQ(initiator->metrics.items_posted.load() - before, items) << bytes << " bytes";
+  }
+}
+
 TEST_F(PollerCoreTest, ABetterTierCarriesAllUntilItBreaks) {
   open_rail(1, "one", 0);
   open_rail(2, "two", 1);

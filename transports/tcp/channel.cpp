@@ -33,6 +33,7 @@ PortLimits limits_of(const TcpConfig& config) noexcept {
   limits.item_slices = max_descriptors;
   limits.whole_bytes = std::min<std::uint64_t>(64 << 10, config.chunk_bytes);
   limits.channel_items = most_channel_items;
+  limits.side_by_side = static_cast<std::uint32_t>(config.sockets);
   return limits;
 }
 
