@@ -84,6 +84,7 @@ class PortEvents {
   virtual void on_channel_down(ChannelId channel, const Status& why) = 0;
   /// Carry `request` out of band to Port::serve() of the port at the channel's ChannelSpec::address, and what
   /// that returns, or why it could not be had, to Port::on_answer(). Requests of one channel keep their order.
+  // Overriders keep the request. NOLINTNEXTLINE(performance-unnecessary-value-param)
   virtual void on_request(ChannelId /*channel*/, std::string /*request*/) {}
 
   // ---- target's side
