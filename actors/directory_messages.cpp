@@ -1,11 +1,11 @@
 #include <cstring>
-#include <stdexcept>
 #include <string_view>
 
 #include <fmt/format.h>
 #include <msgpack.hpp>
 
 #include <kvferry/actors/directory_messages.hpp>
+#include <kvferry/runtime/map_reader.hpp>
 
 namespace kvferry {
 namespace {
@@ -99,56 +99,12 @@ class Writer {
   Packer& packer_;
 };
 
-struct Malformed : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-const msgpack::object* find_key(const msgpack::object& map, std::string_view key) {
-  for (std::uint32_t i = 0; i < map.via.map.size; ++i) {
-    const auto& pair = map.via.map.ptr[i];
-    if (pair.key.type == msgpack::type::STR && std::string_view(pair.key.via.str.ptr, pair.key.via.str.size) == key)
-      return &pair.val;
-  }
-  return nullptr;
-}
-
-class Reader {
+class Reader : public MapReader<Reader> {
  public:
-  explicit Reader(const msgpack::object& map) : map_(map) {
-    if (map.type != msgpack::type::MAP) throw Malformed("expected a map");
-  }
+  using MapReader::get;
+  using MapReader::MapReader;
 
-  template <class T>
-  void operator()(std::string_view key, T& value) {
-    const msgpack::object* found = find_key(map_, key);
-    if (!found) throw Malformed(fmt::format("field '{}' is missing", key));
-    try {
-      get(*found, value);
-    } catch (const Malformed& e) {
-      throw Malformed(fmt::format("field '{}': {}", key, e.what()));
-    }
-  }
-
- private:
-  static std::uint64_t number(const msgpack::object& from, std::uint64_t most) {
-    if (from.type != msgpack::type::POSITIVE_INTEGER) throw Malformed("expected a number >= 0");
-    if (from.via.u64 > most) throw Malformed(fmt::format("{} is above {}", from.via.u64, most));
-    return from.via.u64;
-  }
-  static void get(const msgpack::object& from, std::uint32_t& to) {
-    to = static_cast<std::uint32_t>(number(from, UINT32_MAX));
-  }
-  static void get(const msgpack::object& from, std::uint64_t& to) { to = number(from, UINT64_MAX); }
-  static void get(const msgpack::object& from, bool& to) {
-    if (from.type != msgpack::type::BOOLEAN) throw Malformed("expected true or false");
-    to = from.via.boolean;
-  }
-  static void get(const msgpack::object& from, std::string& to) {
-    if (from.type != msgpack::type::BIN) throw Malformed("expected bytes");
-    if (from.via.bin.size > most_metadata)
-      throw Malformed(fmt::format("{} bytes are above {}", from.via.bin.size, most_metadata));
-    to.assign(from.via.bin.ptr, from.via.bin.size);
-  }
+  static void get(const msgpack::object& from, std::string& to) { to = bytes_of(from, most_metadata); }
   static void get(const msgpack::object& from, DirectoryKey& to) {
     if (from.type != msgpack::type::BIN || from.via.bin.size != to.size()) throw Malformed("expected 16 bytes");
     std::memcpy(to.data(), from.via.bin.ptr, to.size());
@@ -158,8 +114,6 @@ class Reader {
     to.assign(from.via.array.size, {});
     for (std::size_t i = 0; i < to.size(); ++i) visit_fields(Reader(from.via.array.ptr[i]), to[i]);
   }
-
-  const msgpack::object& map_;
 };
 
 template <std::size_t Index = 0>

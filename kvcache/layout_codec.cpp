@@ -1,9 +1,9 @@
-#include <stdexcept>
 
 #include <fmt/format.h>
 #include <msgpack.hpp>
 
 #include <kvferry/kvcache/layout.hpp>
+#include <kvferry/runtime/map_reader.hpp>
 
 namespace kvferry {
 namespace {
@@ -68,46 +68,11 @@ class Writer {
   Packer& packer_;
 };
 
-struct Malformed : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-const msgpack::object* find_key(const msgpack::object& map, std::string_view key) {
-  for (std::uint32_t i = 0; i < map.via.map.size; ++i) {
-    const auto& pair = map.via.map.ptr[i];
-    if (pair.key.type == msgpack::type::STR && std::string_view(pair.key.via.str.ptr, pair.key.via.str.size) == key)
-      return &pair.val;
-  }
-  return nullptr;
-}
-
-class Reader {
+class Reader : public MapReader<Reader> {
  public:
-  explicit Reader(const msgpack::object& map) : map_(map) {
-    if (map.type != msgpack::type::MAP) throw Malformed("expected a map");
-  }
+  using MapReader::get;
+  using MapReader::MapReader;
 
-  template <class T>
-  void operator()(std::string_view key, T& value) {
-    const msgpack::object* found = find_key(map_, key);
-    if (!found) throw Malformed(fmt::format("field '{}' is missing", key));
-    try {
-      get(*found, value);
-    } catch (const Malformed& e) {
-      throw Malformed(fmt::format("field '{}': {}", key, e.what()));
-    }
-  }
-
- private:
-  static std::uint64_t number(const msgpack::object& from, std::uint64_t most) {
-    if (from.type != msgpack::type::POSITIVE_INTEGER) throw Malformed("expected a number >= 0");
-    if (from.via.u64 > most) throw Malformed(fmt::format("{} is above {}", from.via.u64, most));
-    return from.via.u64;
-  }
-  static void get(const msgpack::object& from, std::uint32_t& to) {
-    to = static_cast<std::uint32_t>(number(from, UINT32_MAX));
-  }
-  static void get(const msgpack::object& from, std::uint64_t& to) { to = number(from, UINT64_MAX); }
   static void get(const msgpack::object& from, DType& to) {
     to = static_cast<DType>(number(from, static_cast<std::uint64_t>(DType::int8)));
   }
@@ -122,8 +87,6 @@ class Reader {
   static void get(const msgpack::object& from, T& to) {
     visit_fields(Reader(from), to);
   }
-
-  const msgpack::object& map_;
 };
 
 std::uint64_t read_version(const msgpack::object& map) {

@@ -1,12 +1,12 @@
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 #include <string_view>
 
 #include <fmt/format.h>
 #include <msgpack.hpp>
 
 #include <kvferry/kvcache/stream_message.hpp>
+#include <kvferry/runtime/map_reader.hpp>
 
 namespace kvferry {
 namespace {
@@ -75,57 +75,13 @@ class Writer {
   Packer& packer_;
 };
 
-struct Malformed : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-const msgpack::object* find_key(const msgpack::object& map, std::string_view key) {
-  for (std::uint32_t i = 0; i < map.via.map.size; ++i) {
-    const auto& pair = map.via.map.ptr[i];
-    if (pair.key.type == msgpack::type::STR && std::string_view(pair.key.via.str.ptr, pair.key.via.str.size) == key)
-      return &pair.val;
-  }
-  return nullptr;
-}
-
-class Reader {
+class Reader : public MapReader<Reader> {
  public:
-  explicit Reader(const msgpack::object& map) : map_(map) {
-    if (map.type != msgpack::type::MAP) throw Malformed("expected a map");
-  }
+  using MapReader::get;
+  using MapReader::MapReader;
 
-  template <class T>
-  void operator()(std::string_view key, T& value) {
-    const msgpack::object* found = find_key(map_, key);
-    if (!found) throw Malformed(fmt::format("field '{}' is missing", key));
-    try {
-      get(*found, value);
-    } catch (const Malformed& e) {
-      throw Malformed(fmt::format("field '{}': {}", key, e.what()));
-    }
-  }
-
- private:
-  static std::uint64_t number(const msgpack::object& from, std::uint64_t most) {
-    if (from.type != msgpack::type::POSITIVE_INTEGER) throw Malformed("expected a number >= 0");
-    if (from.via.u64 > most) throw Malformed(fmt::format("{} is above {}", from.via.u64, most));
-    return from.via.u64;
-  }
-  static void get(const msgpack::object& from, std::uint32_t& to) {
-    to = static_cast<std::uint32_t>(number(from, UINT32_MAX));
-  }
-  static void get(const msgpack::object& from, std::uint64_t& to) { to = number(from, UINT64_MAX); }
-  static void get(const msgpack::object& from, bool& to) {
-    if (from.type != msgpack::type::BOOLEAN) throw Malformed("expected true or false");
-    to = from.via.boolean;
-  }
   static void get(const msgpack::object& from, StreamForm& to) { to = static_cast<StreamForm>(number(from, 1)); }
   static void get(const msgpack::object& from, Payload& to) { to = static_cast<Payload>(number(from, 1)); }
-  static std::string_view bytes_of(const msgpack::object& from, std::size_t most) {
-    if (from.type != msgpack::type::BIN) throw Malformed("expected bytes");
-    if (from.via.bin.size > most) throw Malformed(fmt::format("{} bytes are above {}", from.via.bin.size, most));
-    return {from.via.bin.ptr, from.via.bin.size};
-  }
   static void get(const msgpack::object& from, std::string& to) {
     to = bytes_of(from, std::max(max_layout_bytes, max_stream_text));
   }
@@ -139,8 +95,6 @@ class Reader {
       to[at / sizeof(Number)] |= static_cast<Number>(static_cast<unsigned char>(bytes[at]))
                                  << (8 * (at % sizeof(Number)));
   }
-
-  const msgpack::object& map_;
 };
 
 template <std::size_t Index = 0>

@@ -1,12 +1,12 @@
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 #include <string_view>
 #include <type_traits>
 
 #include <fmt/format.h>
 #include <msgpack.hpp>
 
+#include <kvferry/runtime/map_reader.hpp>
 #include <kvferry/runtime/messages.hpp>
 
 namespace kvferry {
@@ -125,60 +125,16 @@ class Writer {
   Packer& packer_;
 };
 
-struct Malformed : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-const msgpack::object* find_key(const msgpack::object& map, std::string_view key) {
-  for (std::uint32_t i = 0; i < map.via.map.size; ++i) {
-    const auto& pair = map.via.map.ptr[i];
-    if (pair.key.type == msgpack::type::STR && std::string_view(pair.key.via.str.ptr, pair.key.via.str.size) == key)
-      return &pair.val;
-  }
-  return nullptr;
-}
-
-class Reader {
+class Reader : public MapReader<Reader> {
  public:
-  explicit Reader(const msgpack::object& map) : map_(map) {
-    if (map.type != msgpack::type::MAP) throw Malformed("expected a map");
-  }
+  using MapReader::get;
+  using MapReader::MapReader;
 
-  template <class T>
-  void operator()(std::string_view key, T& value) {
-    const msgpack::object* found = find_key(map_, key);
-    if (!found) throw Malformed(fmt::format("field '{}' is missing", key));
-    try {
-      get(*found, value);
-    } catch (const Malformed& e) {
-      throw Malformed(fmt::format("field '{}': {}", key, e.what()));
-    }
-  }
-
- private:
-  static std::uint64_t number(const msgpack::object& from, std::uint64_t most) {
-    if (from.type != msgpack::type::POSITIVE_INTEGER) throw Malformed("expected a number >= 0");
-    if (from.via.u64 > most) throw Malformed(fmt::format("{} is above {}", from.via.u64, most));
-    return from.via.u64;
-  }
-  static void get(const msgpack::object& from, std::string& to) {
-    if (from.type != msgpack::type::BIN) throw Malformed("expected bytes");
-    if (from.via.bin.size > max_control_string)
-      throw Malformed(fmt::format("{} bytes are above {}", from.via.bin.size, max_control_string));
-    to.assign(from.via.bin.ptr, from.via.bin.size);
-  }
+  static void get(const msgpack::object& from, std::string& to) { to = bytes_of(from, max_control_string); }
   static void get(const msgpack::object& from, std::array<std::byte, 16>& to) {
     if (from.type != msgpack::type::BIN || from.via.bin.size != to.size()) throw Malformed("expected 16 bytes");
     std::memcpy(to.data(), from.via.bin.ptr, to.size());
   }
-  static void get(const msgpack::object& from, bool& to) {
-    if (from.type != msgpack::type::BOOLEAN) throw Malformed("expected true or false");
-    to = from.via.boolean;
-  }
-  static void get(const msgpack::object& from, std::uint32_t& to) {
-    to = static_cast<std::uint32_t>(number(from, UINT32_MAX));
-  }
-  static void get(const msgpack::object& from, std::uint64_t& to) { to = number(from, UINT64_MAX); }
   static void get(const msgpack::object& from, MemoryKind& to) { to = static_cast<MemoryKind>(number(from, 1)); }
   static void get(const msgpack::object& from, Access& to) { to = static_cast<Access>(number(from, 3)); }
   template <class T>
@@ -191,8 +147,6 @@ class Reader {
   template <class T>
   requires HasFields<T>
   static void get(const msgpack::object& from, T& to) { visit_fields(Reader(from), to); }
-
-  const msgpack::object& map_;
 };
 
 template <std::size_t Index = 0>
