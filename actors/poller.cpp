@@ -48,16 +48,17 @@ void PollerActor::enqueue(caf::mailbox_element_ptr element, caf::execution_unit*
 void PollerActor::act() {
   ::prctl(PR_SET_NAME, "kvferry-poller");
   watch_descriptors();
-  TimePoint last_active = Clock::now();
+  TimePoint last_active;
+  bool runnable = true;
   while (!stopping_) {
     receive_some();
     // Told to stop, it must not sleep once more.
     if (stopping_) break;
     const TimePoint now = Clock::now();
-    if (core_->step(now) == Progress::runnable) {
-      last_active = now;
-      continue;
-    }
+    // The end of the last round that had work, not its beginning: one round may send for longer than spin_.
+    if (runnable) last_active = now;
+    runnable = core_->step(now) == Progress::runnable;
+    if (runnable) continue;
     if (now - last_active < spin_) {
       // Past the first moments another thread may need this core more, perhaps the very peer that is
       // to answer.
@@ -68,7 +69,7 @@ void PollerActor::act() {
       continue;
     }
     sleep_until(core_->next_wakeup());
-    last_active = Clock::now();
+    runnable = true;
   }
   drain_until_idle();
   core_.reset();

@@ -72,7 +72,7 @@ struct EngineConfig {
   std::chrono::milliseconds heartbeat_interval{500};
   std::chrono::milliseconds peer_timeout{3000};  ///< silence after which a peer is lost
   std::chrono::milliseconds drain_grace{50};     ///< how long an ended transfer may drain before its channel is fenced
-  std::chrono::microseconds poll_spin{50};       ///< how long an idle poller looks before it sleeps
+  std::chrono::microseconds poll_spin{100};      ///< how long an idle poller looks before it sleeps
   std::chrono::microseconds wait_spin{20};       ///< how long Transfer::wait looks before it sleeps
   std::uint64_t split_bytes = 64ull << 20;       ///< transfers of at least this size use several pollers
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include <fmt/format.h>
 #include <sys/epoll.h>
@@ -46,10 +47,14 @@ void Loop::schedule(Watched& watched) {
   runnable_.push_back(&watched);
 }
 
+// Twice in a row the same one, with little: it is a ping-pong. Several in turn are the parts of one large transfer,
+// and bulk makes a turn long: then everybody must have theirs.
 void Loop::favour(Watched& watched, std::size_t bytes) noexcept {
-  favourite_ = &watched;
-  if (bytes > staging_bytes) {
-    favoured_turns_ = 0;  // bulk: a turn is long, the others must have theirs
+  const bool bulk = bytes > staging_bytes;
+  const bool again = std::exchange(latest_, bulk ? nullptr : &watched) == &watched;
+  favourite_ = again && !bulk ? &watched : nullptr;
+  if (favourite_ == nullptr) {
+    favoured_turns_ = 0;
   } else if (favoured_turns_ == 0) {
     favoured_turns_ = favoured_turns;
   }
@@ -57,6 +62,7 @@ void Loop::favour(Watched& watched, std::size_t bytes) noexcept {
 
 void Loop::bury(std::unique_ptr<Watched> closed) {
   if (favourite_ == closed.get()) favourite_ = nullptr;
+  if (latest_ == closed.get()) latest_ = nullptr;
   buried_.push_back(std::move(closed));
 }
 

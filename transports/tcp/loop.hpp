@@ -71,6 +71,7 @@ class Loop {
 
   Fd epoll_;
   Watched* favourite_ = nullptr;
+  Watched* latest_ = nullptr;  ///< the last that received, unless it was bulk
   unsigned favoured_turns_ = 0;
   std::vector<Watched*> runnable_;
   std::vector<Watched*> running_;
