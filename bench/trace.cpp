@@ -17,11 +17,14 @@ constexpr std::uint64_t max_tokens = std::uint64_t{1} << 32;
 
 Status wrong(std::string_view why) { return {Errc::malformed, std::string(why)}; }
 
+/// A value for an error text. What is nested is only named: the file may nest it as deep as it likes.
+std::string shown(const Json& value) { return value.is_structured() ? value.type_name() : value.dump(); }
+
 Result<std::uint64_t> tokens(const Json& line, const char* key) {
   const auto found = line.find(key);
   if (found == line.end()) return wrong(fmt::format("{} is missing", key));
   if (!found->is_number_unsigned() || found->get<std::uint64_t>() > max_tokens) {
-    return wrong(fmt::format("{} is {}, not a number of tokens", key, found->dump()));
+    return wrong(fmt::format("{} is {}, not a number of tokens", key, shown(*found)));
   }
   return found->get<std::uint64_t>();
 }
@@ -32,7 +35,7 @@ Result<std::vector<std::uint64_t>> hashes(const Json& line, std::uint64_t input_
   std::vector<std::uint64_t> ids;
   ids.reserve(found->size());
   for (const Json& id : *found) {
-    if (!id.is_number_unsigned()) return wrong(fmt::format("hash_ids holds {}, not an id", id.dump()));
+    if (!id.is_number_unsigned()) return wrong(fmt::format("hash_ids holds {}, not an id", shown(id)));
     ids.push_back(id.get<std::uint64_t>());
   }
   const std::uint64_t expected = (input_length + hash_tokens - 1) / hash_tokens;

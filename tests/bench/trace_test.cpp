@@ -49,6 +49,8 @@ TEST(Trace, AWrongLineIsAnErrorThatNamesFileAndLine) {
       {R"({"timestamp": "now", "input_length": 1, "output_length": 1, "hash_ids": [1]})", "timestamp"},
       {R"({"timestamp": 5, "output_length": 1, "hash_ids": [1]})", "input_length"},
       {R"({"timestamp": 5, "input_length": -1, "output_length": 1, "hash_ids": [1]})", "input_length"},
+      {R"({"timestamp": 5, "input_length": )" + std::string(100000, '[') + std::string(100000, ']') + "}",
+       "input_length"},
       {R"({"timestamp": 5, "input_length": 1e30, "output_length": 1, "hash_ids": [1]})", "input_length"},
       {R"({"timestamp": 5, "input_length": 1, "output_length": null, "hash_ids": [1]})", "output_length"},
       {R"({"timestamp": 5, "input_length": 1, "output_length": 1})", "hash_ids"},
