@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <thread>
 
 #include <fmt/format.h>
@@ -15,6 +16,15 @@ namespace {
 
 constexpr int portion = 64;
 constexpr auto stop_address = "inproc://stop";
+
+// ZeroMQ takes a port above 65535 for another one.
+bool has_port(const std::string& address) {
+  const std::string port = address.substr(std::min(address.rfind(':'), address.size() - 1) + 1);
+  if (port == "*") return true;
+  const bool digits = !port.empty() && port.size() <= 5 &&
+                      std::all_of(port.begin(), port.end(), [](unsigned char c) { return std::isdigit(c); });
+  return digits && std::stoi(port) <= 65535;
+}
 
 }  // namespace
 
@@ -39,6 +49,9 @@ class DirectoryServer::Impl {
 };
 
 Status DirectoryServer::Impl::start(const std::string& listen) {
+  if (!listen.starts_with("tcp://") || !has_port(listen))
+    return {Errc::invalid_argument,
+            fmt::format("the directory can not listen on '{}': give it as tcp://HOST:PORT, PORT 0 - 65535", listen)};
   try {
     router_ = zmq::socket_t(context_, ZMQ_ROUTER);
     router_.set(zmq::sockopt::linger, 0);

@@ -337,7 +337,9 @@ TEST(Directory, SaysWhoDoesNotAnswer) {
 TEST(Directory, SaysWhyItCanNotListen) {
   const auto server = DirectoryServer::start("tcp://127.0.0.1:0").value();
   EXPECT_EQ(DirectoryServer::start(server.address()).status().code(), Errc::address_in_use);
-  EXPECT_EQ(DirectoryServer::start("nonsense").status().code(), Errc::invalid_argument);
+  for (const char* address : {"", "nonsense", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://127.0.0.1:x",
+                              "tcp://127.0.0.1:65536", "tcp://127.0.0.1:-1"})
+    EXPECT_EQ(DirectoryServer::start(address).status().code(), Errc::invalid_argument) << address;
 }
 
 }  // namespace
