@@ -19,6 +19,9 @@ void CallbackActor::act() {
             task.run();
           } catch (const std::exception& e) {
             log(LogLevel::error, fmt::format("a completion callback threw: {}", e.what()));
+          } catch (...) {
+            // Let out, it would end this thread, and with it every callback to come.
+            log(LogLevel::error, "a completion callback threw");
           }
         },
         [&running](StopCallbacks) { running = false; },

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
+#include <cstdint>
 #include <future>
 #include <map>
 #include <mutex>
@@ -10,6 +12,7 @@
 #include <arpa/inet.h>
 #include <fmt/format.h>
 #include <netdb.h>
+#include <sys/mman.h>
 #include <unistd.h>
 #include <zmq.hpp>
 
@@ -128,6 +131,53 @@ std::uint64_t bytes_of(std::span<const Slice> slices) {
   return bytes;
 }
 
+/// Callbacks, leases and bootstrap; CAF's worker, clock, printer and spawner; two of ZeroMQ; one for a name look-up.
+constexpr int threads_beside_pollers = 10;
+
+Status check_options(const TransferOptions& options) {
+  if (options.deadline < Duration::zero()) return {Errc::invalid_argument, "a transfer's deadline can not be negative"};
+  if (options.priority > Priority::background)
+    return {Errc::invalid_argument, fmt::format("{} is no priority", static_cast<unsigned>(options.priority))};
+  return {};
+}
+
+// An actor whose thread can not be created leaves its system waiting for it for ever, and ZeroMQ aborts: so the lack
+// of threads has to be found out before.
+Status check_threads(int count) {
+  std::promise<void> enough;
+  const std::shared_future<void> go(enough.get_future());
+  std::vector<std::thread> threads;
+  Status status;
+  try {
+    for (int i = 0; i < count; ++i)
+      threads.emplace_back([go] {
+        ::operator delete(::operator new(1));  // takes the address space of the C library's heap for this thread
+        go.wait();
+      });
+  } catch (const std::exception& e) {
+    status = {Errc::resource_exhausted,
+              fmt::format("an engine needs up to {} threads, and only {} could be created ({}): raise the limit of "
+                          "threads or of address space (ulimit -u, ulimit -v, the container's pids limit)",
+                          count, threads.size(), e.what())};
+  }
+  enough.set_value();
+  for (std::thread& thread : threads) thread.join();
+  return status;
+}
+
+// Fails where a page is not mapped. Touches none.
+Status check_mapped(const std::string& name, const std::byte* data, std::uint64_t bytes) {
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  const std::uintptr_t begin = address / page * page;
+  const std::uintptr_t length = address - begin + bytes;
+  // Past the end of the address space the region table says so.
+  if (length < bytes || length > UINTPTR_MAX - begin) return {};
+  if (::msync(reinterpret_cast<void*>(begin), length, MS_ASYNC) == 0 || errno != ENOMEM) return {};
+  return {Errc::invalid_argument, fmt::format("region '{}': not all of the {} bytes at {} are mapped in this process",
+                                              name, bytes, fmt::ptr(data))};
+}
+
 /// Through a network a transfer of so many bytes is not over before a spinning waiter gives up, who until then
 /// only keeps a core from the two pollers.
 constexpr std::uint64_t bytes_worth_sleeping = 256 << 10;
@@ -186,6 +236,23 @@ std::uint64_t RemoteHandle::size() const { return region_->size; }
 
 // ---------------------------------------------------------------- the engine
 
+namespace {
+
+// Of the engine that this thread belongs to, or null.
+thread_local const caf::actor_system* system_of_thread = nullptr;
+
+class MarkThreads final : public caf::thread_hook {
+ public:
+  void init(caf::actor_system& system) override { system_ = &system; }
+  void thread_started() override { system_of_thread = system_; }
+  void thread_terminates() override { system_of_thread = nullptr; }
+
+ private:
+  const caf::actor_system* system_ = nullptr;
+};
+
+}  // namespace
+
 class Engine::Impl {
  public:
   Impl(EngineConfig config, std::vector<std::shared_ptr<Transport>> transports)
@@ -197,6 +264,8 @@ class Engine::Impl {
 
   Status start();
   void stop();
+  /// Whether this thread is one of the engine's own, as in a callback.
+  bool owns_this_thread() const { return system_ && system_of_thread == system_.get(); }
 
   Result<Region> register_memory(std::unique_ptr<RegionRecord> record);
   Status unregister_region(const Region& region);
@@ -279,6 +348,7 @@ Status Engine::Impl::start() {
   if (Status status = config_.apply_environment(); !status.is_ok()) return status;
   if (Status status = config_.validate(); !status.is_ok()) return status;
   if (config_.name.empty()) config_.name = default_name();
+  if (Status status = check_threads(config_.pollers + threads_beside_pollers); !status.is_ok()) return status;
   if (transports_.empty()) {
     auto built_in = built_in_transports(config_);
     if (!built_in) return built_in.status();
@@ -314,6 +384,7 @@ void Engine::Impl::start_system() {
   system_config_.set("work-stealing.aggressive-poll-attempts", std::size_t{100});
   // It is woken for every message; the default of 10 ms looks in vain a hundred times a second.
   system_config_.set("work-stealing.relaxed-sleep-duration", caf::timespan(std::chrono::seconds(1)));
+  system_config_.add_thread_hook<MarkThreads>();
   system_ = std::make_unique<caf::actor_system>(system_config_);
   callbacks_.start(*system_);
   leases_.start(*system_);
@@ -674,8 +745,7 @@ Transfer Engine::Impl::submit(Op op, const Peer& peer, const Region& local, std:
   if (regions_.find(local.record()->key) != local.record().get())
     return refused({Errc::unknown_region,
                     fmt::format("local region '{}' is not registered with this engine (any more)", local.name())});
-  if (options.deadline < Duration::zero())
-    return refused({Errc::invalid_argument, "a transfer's deadline can not be negative"});
+  if (Status status = check_options(options); !status.is_ok()) return refused(std::move(status));
   PeerRecord& record = *peer.record();
   if (!remote && name.empty())
     return refused({Errc::invalid_argument, "no remote region is given: name it, or use a handle from find_region()"});
@@ -704,6 +774,7 @@ Transfer Engine::Impl::submit(Op op, const Peer& peer, const Region& local, std:
 Transfer Engine::Impl::send(const Peer& peer, std::span<const std::byte> message, const TransferOptions& options) {
   metrics_.transfers_started.fetch_add(1, std::memory_order_relaxed);
   if (Status status = check_peer(peer); !status.is_ok()) return refused(std::move(status));
+  if (Status status = check_options(options); !status.is_ok()) return refused(std::move(status));
   if (message.size() > max_message_bytes)
     return refused(
         {Errc::too_large, fmt::format("a message has at most {} bytes, this one has {}: write larger data to a "
@@ -717,6 +788,7 @@ Transfer Engine::Impl::send(const Peer& peer, std::span<const std::byte> message
 Transfer Engine::Impl::recv(const Peer& peer, std::span<std::byte> buffer, const TransferOptions& options) {
   metrics_.transfers_started.fetch_add(1, std::memory_order_relaxed);
   if (Status status = check_peer(peer); !status.is_ok()) return refused(std::move(status));
+  if (Status status = check_options(options); !status.is_ok()) return refused(std::move(status));
   const PeerState state = peer.record()->state.load(std::memory_order_acquire);
   if (state == PeerState::lost || state == PeerState::stale || state == PeerState::closed)
     return refused(peer.record()->refusal());
@@ -803,8 +875,17 @@ Result<Engine> Engine::start(EngineConfig config, std::vector<std::shared_ptr<Tr
 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::Engine(Engine&&) noexcept = default;
-Engine& Engine::operator=(Engine&&) noexcept = default;
-Engine::~Engine() = default;
+Engine& Engine::operator=(Engine&& other) noexcept {
+  if (this != &other) {
+    const Engine old(std::move(*this));
+    impl_ = std::move(other.impl_);
+  }
+  return *this;
+}
+Engine::~Engine() {
+  // In a callback the engine can not wait for the thread that it stands on.
+  if (impl_ && impl_->owns_this_thread()) std::thread([impl = std::move(impl_)] {}).detach();
+}
 
 const std::string& Engine::name() const { return impl_->config().name; }
 std::uint64_t Engine::incarnation() const { return impl_->incarnation(); }
@@ -818,6 +899,7 @@ Result<Region> Engine::register_memory(std::string name, void* data, std::uint64
   record->size = bytes;
   record->access = options.access;
   record->leasable = options.leasable;
+  if (Status status = check_mapped(record->name, record->data, bytes); !status.is_ok()) return status;
   return impl_->register_memory(std::move(record));
 }
 

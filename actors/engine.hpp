@@ -104,7 +104,8 @@ class Engine {
 
   Engine(Engine&&) noexcept;
   Engine& operator=(Engine&&) noexcept;
-  /// Ends every transfer (shutting_down), frees all registrations, returns within a second.
+  /// Ends every transfer (shutting_down), frees all registrations, returns within a second. In a callback of its own
+  /// transfers it returns at once, and a thread of its own does the rest.
   ~Engine();
 
   const std::string& name() const;

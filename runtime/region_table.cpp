@@ -46,6 +46,9 @@ Status RegionTable::check(const RegionRecord& record) const {
   if (record.size > std::numeric_limits<std::uint64_t>::max() - address_of(record.data))
     return {Errc::invalid_argument, fmt::format("region '{}': {} bytes at {:#x} go past the end of the address space",
                                                 record.name, record.size, address_of(record.data))};
+  if (record.access > Access::read_write || record.leasable > Access::read_write)
+    return {Errc::invalid_argument, fmt::format("region '{}': {} is no access", record.name,
+                                                static_cast<unsigned>(std::max(record.access, record.leasable)))};
   if (auto found = names_.find(record.name); found != names_.end())
     return {Errc::already_exists,
             fmt::format("region {} is registered already{}: unregister it first, or choose another name than for {}",

@@ -76,7 +76,7 @@ class Transfer {
   void on_complete(std::function<void(const Status&)> callback, Dispatch where = Dispatch::offload) const;
 
   /// `Status status = co_await transfer;` resumes on the engine's callback thread, or goes straight on
-  /// when the transfer ends meanwhile.
+  /// when the transfer ends meanwhile. A coroutine that waits must not be destroyed before: cancel, and let it end.
   auto operator co_await() const {
     struct Awaiter {
       Transfer transfer;

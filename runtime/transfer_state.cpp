@@ -2,16 +2,19 @@
 #include <cerrno>
 #include <cstring>
 #include <ctime>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <new>
 #include <utility>
 
+#include <fmt/format.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <kvferry/runtime/log.hpp>
 #include <kvferry/runtime/transfer_state.hpp>
 
 namespace kvferry {
@@ -35,6 +38,18 @@ void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, TimePo
 
 void futex_wake_all(std::atomic<std::uint32_t>& word) noexcept {
   ::syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
+}
+
+// Let out on a poller, an exception would end it, and every transfer would stand still. So it is kept in on the
+// caller's thread too: which of the two calls is chance.
+void call_in_place(const std::function<void(const Status&)>& callback, const Status& status) noexcept {
+  try {
+    callback(status);
+  } catch (const std::exception& e) {
+    log(LogLevel::error, fmt::format("a completion callback threw: {}", e.what()));
+  } catch (...) {
+    log(LogLevel::error, "a completion callback threw");
+  }
 }
 
 std::uint64_t total_of(std::span<const Slice> slices) noexcept {
@@ -109,7 +124,7 @@ void TransferState::complete(RefPtr<TransferState> transfer, Status status) {
 
 void TransferState::run(Callback callback, TransferOwner* owner) {
   if (owner == nullptr || callback.where == Dispatch::in_place) {
-    callback.function(status_);
+    call_in_place(callback.function, status_);
     return;
   }
   owner->offload(
@@ -172,7 +187,7 @@ void TransferState::on_complete(std::function<void(const Status&)> callback, Dis
       return;
     }
   }
-  callback(status_);
+  call_in_place(callback, status_);
 }
 
 /// Makes complete() look for callbacks. False: it is too late for that.

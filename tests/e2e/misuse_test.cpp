@@ -4,6 +4,7 @@
 #include <thread>
 
 #include <netinet/in.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -228,6 +229,39 @@ TEST_P(MisuseTest, APeerThatOnlyConnectedToUsCanNotBeRead) {
   const Slice slice{0, 0, 8};
   expect_error(pair_.target.read(inbound, theirs_, "local", {&slice, 1}).wait(), Errc::no_path, {"connect"});
   expect_error(pair_.target.accept("nobody", 30ms).status(), Errc::timed_out, {"'nobody'"});
+}
+
+TEST_P(MisuseTest, ValuesBeyondAnEnumAreRefused) {
+  const Slice slice{0, 0, 8};
+  const TransferOptions options{.priority = static_cast<Priority>(3)};
+  std::vector<std::byte> buffer(8);
+  for (const Transfer& transfer :
+       {pair_.initiator.read(pair_.peer, ours_, "kv", {&slice, 1}, options),
+        pair_.initiator.write(pair_.peer, ours_, "kv", {&slice, 1}, options),
+        pair_.initiator.write_imm(pair_.peer, ours_, "kv", {}, 1, options),
+        pair_.initiator.send(pair_.peer, buffer, options), pair_.initiator.recv(pair_.peer, buffer, options)}) {
+    EXPECT_EQ(transfer.wait().code(), Errc::invalid_argument);
+    EXPECT_NE(transfer.status().text().find("3 is no priority"), std::string_view::npos) << transfer.status().text();
+  }
+  const auto bad = static_cast<Access>(4);
+  EXPECT_EQ(pair_.target.allocate("bad", 4096, {.access = bad}).status().code(), Errc::invalid_argument);
+  EXPECT_EQ(pair_.target.allocate("bad", 4096, {.leasable = bad}).status().code(), Errc::invalid_argument);
+  EXPECT_TRUE(pair_.target.allocate("bad", 4096)) << "nothing is left of what was refused";
+}
+
+TEST_P(MisuseTest, MemoryThatIsNotMappedIsRefused) {
+  const std::size_t page = 4096;
+  void* place = ::mmap(nullptr, 3 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(place, MAP_FAILED);
+  std::byte* data = static_cast<std::byte*>(place);
+  ::munmap(data + page, page);
+  const Status hole = pair_.target.register_memory("hole", data, 3 * page).status();
+  EXPECT_EQ(hole.code(), Errc::invalid_argument);
+  EXPECT_NE(hole.text().find("'hole': not all of the 12288 bytes"), std::string_view::npos) << hole.text();
+  EXPECT_FALSE(pair_.target.register_memory("end", data + page - 8, 16));
+  EXPECT_TRUE(pair_.target.register_memory("before", data + 8, page - 8));
+  EXPECT_TRUE(pair_.target.register_memory("after", data + 2 * page, page));
+  ::munmap(data, 3 * page);
 }
 
 TEST_P(MisuseTest, NegativeDeadlinesAreRefused) {

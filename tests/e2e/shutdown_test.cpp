@@ -2,6 +2,7 @@
 // all memory quiet. What outlives it still answers.
 #include <atomic>
 #include <cstring>
+#include <future>
 #include <optional>
 #include <thread>
 
@@ -122,6 +123,41 @@ TEST_P(ShutdownTest, CallersInEveryWaitAreLetGo) {
   for (auto& waiter : waiters) waiter.join();
   EXPECT_EQ(let_go, 2);
   EXPECT_EQ(called_back, 1) << "callbacks have run when the engine is gone";
+}
+
+TEST_P(ShutdownTest, AnEngineMayEndInACallbackOfItsOwn) {
+  for (const Dispatch where : {Dispatch::offload, Dispatch::in_place}) {
+    initiator_ = start(config_of("initiator", GetParam()));
+    peer_ = initiator_->connect(target_->address()).value();
+    ours_ = initiator_->allocate("local", many * share).value();
+    std::promise<void> ended;
+    const Slice slice{0, 0, share};
+    const Transfer last = initiator_->read(*peer_, ours_, "kv", {&slice, 1}, {.deadline = 5s});
+    const std::vector<Transfer> others = begin_many();
+    last.on_complete(
+        [&](const Status&) {
+          initiator_.reset();
+          ended.set_value();
+        },
+        where);
+    ASSERT_EQ(ended.get_future().wait_for(slow(2s)), std::future_status::ready);
+    for (const Transfer& transfer : others) EXPECT_TRUE(transfer.wait_for(slow(2s)));
+  }
+  EXPECT_TRUE(eventually(slow(5s), [&] { return target_->peers().empty(); }));
+}
+
+TEST_P(ShutdownTest, CallbacksThatThrowStopNothing) {
+  const Slice slice{0, 0, share};
+  for (const Dispatch where : {Dispatch::offload, Dispatch::in_place}) {
+    const Transfer transfer = initiator_->read(*peer_, ours_, "kv", {&slice, 1});
+    transfer.on_complete([](const Status&) { throw 1; }, where);
+    EXPECT_TRUE(transfer.wait());
+  }
+  std::promise<Status> told;
+  initiator_->read(*peer_, ours_, "kv", {&slice, 1}).on_complete([&](const Status& status) { told.set_value(status); });
+  auto answer = told.get_future();
+  ASSERT_EQ(answer.wait_for(slow(2s)), std::future_status::ready);
+  EXPECT_TRUE(answer.get());
 }
 
 TEST_P(ShutdownTest, HandlesOutliveTheEngine) {
